@@ -1,0 +1,188 @@
+# Towpath. `make help` lists the targets.
+#
+# variant   release (default), asan (ASan + UBSan), tsan, fuzz (clang + libFuzzer)
+# CUDA      found by nvcc on PATH or CUDA_HOME; CUDA=0 leaves every .cu out
+# WERROR=1  warnings are errors (CI)
+
+VARIANT ?= release
+WERROR  ?= 0
+PREFIX  ?= /usr/local
+B       := build/$(VARIANT)
+
+CC      ?= gcc
+CFLAGS_release := -O3 -g
+CFLAGS_asan    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
+CFLAGS_tsan    := -O1 -g -fsanitize=thread -fno-omit-frame-pointer
+CFLAGS_fuzz    := -O1 -g -fsanitize=address,undefined,fuzzer-no-link -fno-omit-frame-pointer
+ifeq ($(VARIANT),fuzz)
+CC      := clang
+endif
+
+PKGS    := libuv nng libcjson libpcre2-8 libxxhash
+PC      := pkg-config
+# nng and cJSON ship no .pc file on some releases; the plain -l is the fallback.
+PKG_CFLAGS := $(shell $(PC) --cflags libuv libpcre2-8 libxxhash 2>/dev/null)
+LIBS_BASE  := -lxxhash -lpthread -lm
+LIBS_TEXT  := -lcjson -lpcre2-8
+LIBS_NET   := -lnng -luv
+LIBS_UCX   := -lucp -luct -lucs -lucm
+HAVE_SYSTEMD := $(shell $(PC) --exists libsystemd 2>/dev/null && echo 1)
+ifeq ($(HAVE_SYSTEMD),1)
+DEFS      += -DTOW_HAVE_SYSTEMD=1
+LIBS_NET  += -lsystemd
+endif
+
+# Sums must not depend on what the compiler contracts: fma is written where it is meant.
+CFLAGS  += -std=c17 -Wall -Wextra -Wshadow -D_GNU_SOURCE -I. -MMD -MP -ffp-contract=off -fno-strict-aliasing \
+           $(DEFS) $(PKG_CFLAGS) $(CFLAGS_$(VARIANT))
+ifeq ($(WERROR),1)
+CFLAGS  += -Werror
+endif
+LDFLAGS += $(filter -fsanitize=%,$(CFLAGS_$(VARIANT)))
+
+# --- CUDA -------------------------------------------------------------------------------------
+NVCC ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
+CUDA ?= $(if $(NVCC),1,0)
+NVCCFLAGS := -O3 -lineinfo -std=c++17 -I. -Xcompiler -Wall \
+             -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_120a,code=sm_120a
+CU_SRC := $(if $(filter 1,$(CUDA)),$(shell find kernels -name '*.cu' 2>/dev/null))
+ifneq ($(CU_SRC),)
+CFLAGS    += -DTOW_CUDA=1
+LIBS_CUDA := -L$(dir $(NVCC))../lib64 -lcudart -lcublasLt -lstdc++
+endif
+
+# --- sources: one static library per layer ----------------------------------------------------
+LAYERS := base proto kernels text net kv model
+DIR_base := common/base
+DIR_proto := proto
+DIR_kernels := kernels
+DIR_text := common/text
+DIR_net := common/net
+DIR_kv := common/kv
+DIR_model := common/model
+srcs = $(shell find $(1) -name '*.c' 2>/dev/null | LC_ALL=C sort)
+objs = $(patsubst %.c,$(B)/obj/%.o,$(1))
+$(foreach l,$(LAYERS),$(eval SRC_$(l) := $(call srcs,$(DIR_$(l)))))
+SRC_kernels_cu := $(CU_SRC)
+
+LIB      = $(B)/lib/libtow-$(1).a
+ALL_LIBS := $(foreach l,$(LAYERS),$(call LIB,$(l)))
+# Router: no kernels besides kv_layout, no UCX; workers: everything.
+LINK_router := $(call LIB,net) $(call LIB,text) $(call LIB,proto) $(call LIB,kernels) $(call LIB,base)
+LINK_worker := $(call LIB,model) $(call LIB,kv) $(call LIB,net) $(call LIB,text) $(call LIB,proto) $(call LIB,kernels) $(call LIB,base)
+
+# The pure halves of the programs (state machines, parsers) are linked into tests too.
+PROG_router := router
+PROG_prefill := prefill
+PROG_decode := decode
+PROG_ctl := deploy/ctl
+PROGRAMS := $(foreach p,router prefill decode ctl,$(if $(wildcard $(PROG_$(p))/main.c),$(B)/bin/towpath-$(p)))
+part = $(filter-out $(1)/main.c,$(call srcs,$(1)))
+PROG_PART_OBJS := $(call objs,$(call part,router) $(call part,prefill) $(call part,decode) $(call part,deploy/ctl))
+
+.DEFAULT_GOAL := all
+.PHONY: all help clean test unit-test kernels-test golden-test cluster-test fault-test fuzz asan tsan bench format \
+        format-check lint check-includes install demo
+all: $(PROGRAMS) $(ALL_LIBS)
+
+help:
+	@echo "all              the four programs, at $(B)/bin"
+	@echo "test             unit, kernel, golden, fault and cluster tests; closes with 'N passed, N failed'"
+	@echo "unit-test kernels-test golden-test fault-test cluster-test   one part of it"
+	@echo "asan tsan        the C tests under sanitizers"
+	@echo "fuzz             every fuzzer for FUZZ_SECONDS (default 20) each"
+	@echo "bench            benchmarks, as ratios to ceilings measured in the same run"
+	@echo "demo             router + prefill + decode, one question, the streamed answer"
+	@echo "format lint check-includes install clean"
+
+$(B)/obj/%_avx512.o: %_avx512.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -c $< -o $@
+$(B)/obj/%_avx2.o: %_avx2.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -mavx2 -mfma -mf16c -c $< -o $@
+$(B)/obj/%.o: %.c
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) -c $< -o $@
+$(B)/obj/%.cu.o: %.cu
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) -MMD -MF $(@:.o=.d) -c $< -o $@
+
+define lib_rule
+$(call LIB,$(1)): $(call objs,$(SRC_$(1))) $(patsubst %.cu,$(B)/obj/%.cu.o,$(SRC_$(1)_cu))
+	@mkdir -p $$(@D)
+	@rm -f $$@
+	@ar rcs $$@ $$^
+endef
+$(foreach l,$(LAYERS),$(eval $(call lib_rule,$(l))))
+
+$(B)/bin/towpath-router: $(call objs,$(call srcs,router)) $(LINK_router)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) $(LINK_router) $(LIBS_NET) $(LIBS_TEXT) $(LIBS_BASE)
+$(B)/bin/towpath-%: $(LINK_worker)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $(filter %.o,$^) $(LINK_worker) $(LIBS_NET) $(LIBS_TEXT) $(LIBS_UCX) $(LIBS_CUDA) $(LIBS_BASE)
+$(B)/bin/towpath-prefill: $(call objs,$(call srcs,prefill))
+$(B)/bin/towpath-decode: $(call objs,$(call srcs,decode))
+$(B)/bin/towpath-ctl: $(call objs,$(call srcs,deploy/ctl))
+
+# --- tests: tests/<kind>/<name>_test.c -> build/<variant>/test/<kind>/<name>_test ----------------
+SUPPORT := $(call objs,$(call srcs,tests/support))
+KINDS   := unit kernels golden fault
+TESTS   := $(foreach k,$(KINDS),$(wildcard tests/$(k)/*_test.c))
+TEST_BINS := $(patsubst tests/%.c,$(B)/test/%,$(TESTS))
+LINK_all = $(PROG_PART_OBJS) $(LINK_worker)
+LIBS_all = $(LIBS_NET) $(LIBS_TEXT) $(LIBS_UCX) $(LIBS_CUDA) $(LIBS_BASE)
+$(B)/test/%: $(B)/obj/tests/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) -lcmocka $(LIBS_all)
+
+tests-build: $(TEST_BINS)
+unit-test kernels-test golden-test fault-test: %-test: all
+	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/%,$(TEST_BINS))
+	@sh tests/run.sh $(B) $*
+cluster-test: all
+	@sh tests/run.sh $(B) cluster
+test: all tests-build
+	@sh tests/run.sh $(B) $(KINDS) cluster
+asan tsan:
+	@$(MAKE) --no-print-directory VARIANT=$@ all tests-build
+	@sh tests/run.sh build/$@ $(KINDS)
+
+FUZZ_SECONDS ?= 20
+FUZZERS := $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
+$(B)/fuzz/%: $(B)/obj/tests/fuzz/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -fsanitize=fuzzer -o $@ $< $(SUPPORT) $(LINK_all) $(LIBS_all)
+fuzz-build: $(FUZZERS)
+fuzz:
+	@$(MAKE) --no-print-directory VARIANT=fuzz fuzz-build
+	@sh tests/run_fuzz.sh build/fuzz $(FUZZ_SECONDS)
+
+BENCHES := $(patsubst tests/bench/%.c,$(B)/bench/%,$(wildcard tests/bench/bench_*.c))
+$(B)/bench/%: $(B)/obj/tests/bench/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) $(LIBS_all)
+bench: all $(BENCHES)
+	@sh tests/bench/run.sh $(B)
+
+demo: all
+	@sh deploy/run-demo.sh
+
+# --- housekeeping -----------------------------------------------------------------------------
+FORMATTED = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')
+format:
+	clang-format -i $(FORMATTED)
+format-check:
+	clang-format --dry-run -Werror $(FORMATTED)
+check-includes:
+	@python3 tests/check_includes.py
+lint: check-includes
+	cppcheck --quiet --enable=warning,portability --inline-suppr -I. --error-exitcode=1 common proto kernels router prefill decode deploy/ctl
+install: all
+	install -d $(DESTDIR)$(PREFIX)/bin
+	install -m 755 $(PROGRAMS) $(DESTDIR)$(PREFIX)/bin
+clean:
+	rm -rf build
+
+-include $(shell find $(B)/obj -name '*.d' 2>/dev/null)

@@ -1,0 +1,11 @@
+/* base/hash.h - XXH3 digests (xxHash). Source: xxhash.com, XXH3_64bits and XXH3_128bits. [any thread] */
+#ifndef TOW_BASE_HASH_H
+#define TOW_BASE_HASH_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+uint64_t tow_hash64(const void *p, size_t n);
+uint64_t tow_hash64_seed(const void *p, size_t n, uint64_t seed);   /* chains: seed = hash before */
+
+#endif

@@ -1,0 +1,112 @@
+/* base/log.c - see log.h. The line is built on the stack and cut at its end, so logging never allocates. */
+#include "common/base/log.h"
+
+#include <errno.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+enum { LINE_BYTES = 2048 };
+
+static const char         *log_program = "towpath";
+static enum tow_log_level  log_level = TOW_LOG_INFO;
+static enum tow_log_format log_format = TOW_LOG_TEXT;
+static const char *const   level_names[] = {"error", "warn", "info", "debug"};
+
+void tow_log_init(const char *program, enum tow_log_level level, enum tow_log_format format)
+{
+    log_program = program;
+    log_level = level;
+    log_format = format;
+}
+
+int tow_log_parse_level(const char *s)
+{
+    for (int i = 0; i < 4; i++)
+        if (!strcmp(s, level_names[i])) return i;
+    return -1;
+}
+
+int tow_log_parse_format(const char *s)
+{
+    if (!strcmp(s, "text")) return TOW_LOG_TEXT;
+    if (!strcmp(s, "json")) return TOW_LOG_JSON;
+    return -1;
+}
+
+int tow_log_enabled(enum tow_log_level level)
+{
+    return level <= log_level;
+}
+
+/* Length of the valid UTF-8 sequence at s (1..4), or 0. */
+static size_t utf8_len(const unsigned char *s, size_t left)
+{
+    unsigned c = s[0];
+    size_t   n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+    if (n == 0 || n > left) return 0;
+    for (size_t i = 1; i < n; i++)
+        if ((s[i] & 0xc0) != 0x80) return 0;
+    if (n == 3 && ((c == 0xe0 && s[1] < 0xa0) || (c == 0xed && s[1] > 0x9f))) return 0;
+    if (n == 4 && ((c == 0xf0 && s[1] < 0x90) || (c == 0xf4 && s[1] > 0x8f))) return 0;
+    return n;
+}
+
+/* Copies src to dst with foreign bytes made harmless; returns the length written, below cap. */
+static size_t copy_clean(char *dst, size_t cap, const char *src, int json)
+{
+    size_t o = 0, n = strlen(src);
+    for (size_t i = 0; i < n;) {
+        const unsigned char *s = (const unsigned char *)src + i;
+        size_t               k = utf8_len(s, n - i);
+        if (o + 8 >= cap) break;
+        if (k == 0 || (k == 1 && (s[0] < 0x20 || s[0] == 0x7f))) {
+            o += (size_t)snprintf(dst + o, cap - o, json ? "\\\\x%02x" : "\\x%02x", s[0]);
+            i++;
+        } else {
+            if (json && (s[0] == '"' || s[0] == '\\')) dst[o++] = '\\';
+            memcpy(dst + o, s, k);
+            o += k;
+            i += k;
+        }
+    }
+    return o;
+}
+
+void tow_log(enum tow_log_level level, const char *fmt, ...)
+{
+    if (level > log_level) return;
+    int     saved = errno;
+    char    raw[LINE_BYTES / 2], line[LINE_BYTES];
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(raw, sizeof raw, fmt, ap);
+    va_end(ap);
+
+    struct timespec t;
+    struct tm       tm;
+    clock_gettime(CLOCK_REALTIME, &t);
+    gmtime_r(&t.tv_sec, &tm);
+    char   when[32];
+    size_t wn = strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%S", &tm);
+    snprintf(when + wn, sizeof when - wn, ".%03ldZ", t.tv_nsec / 1000000);
+
+    size_t o;
+    if (log_format == TOW_LOG_JSON) {
+        o = (size_t)snprintf(line, sizeof line, "{\"time\":\"%s\",\"level\":\"%s\",\"program\":\"%s\",\"msg\":\"", when,
+                             level_names[level], log_program);
+        o += copy_clean(line + o, sizeof line - o - 4, raw, 1);
+        line[o++] = '"';
+        line[o++] = '}';
+    } else {
+        o = (size_t)snprintf(line, sizeof line, "%s %s %s: ", when, level_names[level], log_program);
+        o += copy_clean(line + o, sizeof line - o - 4, raw, 0);
+    }
+    line[o++] = '\n';
+    /* A full or closed log must not stop the server. */
+    ssize_t ignored = write(STDERR_FILENO, line, o);
+    (void)ignored;
+    errno = saved;
+}

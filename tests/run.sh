@@ -1,0 +1,28 @@
+#!/bin/sh
+# Runs the built tests of the kinds named and closes with 'N passed, N failed'.
+# usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault cluster)
+B=$1; shift
+passed=0; failed=0
+log=$(mktemp); trap 'rm -f "$log"' EXIT
+one() { # NAME COMMAND...
+    name=$1; shift
+    if "$@" >"$log" 2>&1; then
+        passed=$((passed + 1)); echo "ok   $name"
+    else
+        rc=$?; failed=$((failed + 1)); echo "FAIL $name (exit $rc)"; tail -n 60 "$log"
+    fi
+}
+for kind; do
+    if [ "$kind" = cluster ]; then
+        for t in tests/cluster/test_*.py; do
+            [ -e "$t" ] || continue
+            one "$t" timeout 900 "${TOW_PYTHON:-python3}" "$t" "$B"
+        done
+    else
+        for t in "$B/test/$kind"/*_test; do
+            [ -e "$t" ] && one "$kind/$(basename "$t")" timeout 900 "$t"
+        done
+    fi
+done
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
