@@ -24,12 +24,12 @@ enum { KERN_KV_MAX_LAYERS = 256, KERN_KV_DEFAULT_PAGE_TOKENS = 256, KERN_KV_MAX_
 
 /* Everything the geometry depends on. Layers are the main ones, then the MTP ones. */
 struct kern_kv_spec {
-    int32_t          n_layers;       /* main + MTP */
-    int32_t          n_mtp;          /* of them, at the end */
-    int32_t          ratios[KERN_KV_MAX_LAYERS];   /* 0; 4 = overlapping, with index; else dense */
-    int32_t          head_dim, rope_dim, window, index_dim;
-    int32_t          stream_width;   /* hc_mult * hidden_size; for the MTP input state */
-    int32_t          page_tokens;    /* 0: choose (256, or the next multiple that all ratios divide) */
+    int32_t n_layers;                   /* main + MTP */
+    int32_t n_mtp;                      /* of them, at the end */
+    int32_t ratios[KERN_KV_MAX_LAYERS]; /* 0; 4 = overlapping, with index; else dense */
+    int32_t head_dim, rope_dim, window, index_dim;
+    int32_t stream_width; /* hc_mult * hidden_size; for the MTP input state */
+    int32_t page_tokens;  /* 0: choose (256, or the next multiple that all ratios divide) */
     enum kern_kv_fmt kv_fmt;
     enum kern_ik_fmt ik_fmt;
 };
@@ -37,35 +37,36 @@ struct kern_kv_spec {
 /* One layer: offsets in a page (pages of ratio 0 layers hold nothing) and in the tail. */
 struct kern_kv_layer {
     int32_t ratio;
-    int32_t per_page;                 /* entries of this layer in a page: page_tokens / ratio, or 0 */
-    int64_t main_off, main_bytes;     /* in the page */
-    int64_t index_off, index_bytes;   /* in the page; bytes 0 where there is no indexer */
+    int32_t per_page;               /* entries of this layer in a page: page_tokens / ratio, or 0 */
+    int64_t main_off, main_bytes;   /* in the page */
+    int64_t index_off, index_bytes; /* in the page; bytes 0 where there is no indexer */
     int64_t window_off, window_bytes; /* in the tail: window rows, slot = position mod window */
     int64_t mstate_off, mstate_bytes; /* in the tail: main compressor state, f32 */
     int64_t istate_off, istate_bytes; /* in the tail: index compressor state, f32 */
 };
 
 struct kern_kv_layout {
-    struct kern_kv_spec  spec;
-    int32_t              page_tokens;
-    int32_t              n_parts;     /* per page; at least 1 */
-    int64_t              page_bytes;  /* multiple of 4096 */
-    int64_t              tail_bytes;  /* multiple of 4096 */
-    int64_t              stream_off;  /* in the tail: last position's streams, f32 [stream_width]; MTP only */
+    struct kern_kv_spec spec;
+    int32_t page_tokens;
+    int32_t n_parts;    /* per page; at least 1 */
+    int64_t page_bytes; /* multiple of 4096 */
+    int64_t tail_bytes; /* multiple of 4096 */
+    int64_t stream_off; /* in the tail: last position's streams, f32 [stream_width]; MTP only */
     struct kern_kv_layer layer[KERN_KV_MAX_LAYERS];
 };
 
 /* First bytes of a tail. */
 struct kern_kv_tail_head {
-    uint64_t magic;      /* KERN_KV_TAIL_MAGIC */
-    int64_t  pos;        /* tokens in the cache */
-    int64_t  mtp_pos;    /* positions the MTP block has run */
+    uint64_t magic;  /* KERN_KV_TAIL_MAGIC */
+    int64_t pos;     /* tokens in the cache */
+    int64_t mtp_pos; /* positions the MTP block has run */
     uint64_t reserved;
 };
-#define KERN_KV_TAIL_MAGIC UINT64_C(0x3130304c494154)   /* "TAIL001" */
+#define KERN_KV_TAIL_MAGIC UINT64_C(0x3130304c494154) /* "TAIL001" */
 
 /* Computes the whole layout. TOW_EINVAL names the field and its right range. */
-int kern_kv_layout_init(struct kern_kv_layout *l, const struct kern_kv_spec *spec, struct tow_err *err);
+int kern_kv_layout_init(struct kern_kv_layout *l, const struct kern_kv_spec *spec,
+                        struct tow_err *err);
 
 /* Pages that n_tokens tokens occupy. The router budgets with this very function. */
 static inline int64_t kern_kv_pages_for(int64_t n_tokens, int32_t page_tokens)
@@ -82,15 +83,22 @@ int64_t kern_ik_rows_bytes(enum kern_ik_fmt fmt, int32_t w, int64_t n);
 
 /* One row i of a part of n rows <-> d floats. Storing FP8 quantizes the first d-rd values per 64 (K64) and
  * rounds the rest to bf16; values that were quantized before come back unchanged. */
-void kern_kv_store(enum kern_kv_fmt fmt, void *part, int64_t n, int64_t i, const float *x, int32_t d, int32_t rd);
-void kern_kv_load(enum kern_kv_fmt fmt, const void *part, int64_t n, int64_t i, float *x, int32_t d, int32_t rd);
-void kern_ik_store(enum kern_ik_fmt fmt, void *part, int64_t n, int64_t i, const float *x, int32_t w);
-void kern_ik_load(enum kern_ik_fmt fmt, const void *part, int64_t n, int64_t i, float *x, int32_t w);
+void kern_kv_store(enum kern_kv_fmt fmt, void *part, int64_t n, int64_t i, const float *x,
+                   int32_t d, int32_t rd);
+void kern_kv_load(enum kern_kv_fmt fmt, const void *part, int64_t n, int64_t i, float *x, int32_t d,
+                  int32_t rd);
+void kern_ik_store(enum kern_ik_fmt fmt, void *part, int64_t n, int64_t i, const float *x,
+                   int32_t w);
+void kern_ik_load(enum kern_ik_fmt fmt, const void *part, int64_t n, int64_t i, float *x,
+                  int32_t w);
 
 /* Compressor state of one layer, f32. Overlapping (ratio 4): kv rows [ratio-1][2e], score rows [ratio-1][2e],
  * previous group's first halves kv [ratio][e] and score [ratio][e]. Dense: folded softmax, per channel
  * maximum [e], sum [e], weighted sum [e]. Which rows are live follows from the position; nothing is cleared. */
 int64_t kern_kv_state_floats(int32_t ratio, int32_t e);
-static inline bool kern_kv_overlaps(int32_t ratio) { return ratio == 4; }
+static inline bool kern_kv_overlaps(int32_t ratio)
+{
+    return ratio == 4;
+}
 
 #endif

@@ -21,235 +21,237 @@ struct kern_stream;
 
 /* out[t, j, :] = w[ids[t], :] for j < hc. An id outside [0, w.n) gives a zero row. */
 struct kern_embed {
-    const int32_t     *ids;   /* [T] */
-    struct kern_weight w;     /* [V, D], F32 or BF16 */
-    void              *out;   /* [T, hc, D] act */
-    int32_t            T, hc;
-    enum kern_dtype    act;
+    const int32_t *ids;   /* [T] */
+    struct kern_weight w; /* [V, D], F32 or BF16 */
+    void *out;            /* [T, hc, D] act */
+    int32_t T, hc;
+    enum kern_dtype act;
 };
 
 /* y = w * x * rsqrt(mean(x^2) + eps), rounded once; row by row; y may be x. */
 struct kern_rmsnorm {
-    const void     *x;        /* [T, D] act, rows ld_x elements apart */
-    struct kern_vec w;        /* [D] */
-    void           *y;        /* [T, D] act, rows ld_y apart */
-    int64_t         ld_x, ld_y;
-    int32_t         T, D;
-    float           eps;
+    const void *x;     /* [T, D] act, rows ld_x elements apart */
+    struct kern_vec w; /* [D] */
+    void *y;           /* [T, D] act, rows ld_y apart */
+    int64_t ld_x, ld_y;
+    int32_t T, D;
+    float eps;
     enum kern_dtype act;
 };
 
 /* y[t, g, :] = quant(x[t, g, :]) . W[g*N .. (g+1)*N-1, :]t; groups = 1 for a plain product. */
 struct kern_linear {
-    const void         *x;      /* [T, groups, K] x_dtype; rows ld_x elements apart */
-    struct kern_weight  w;      /* [groups*N, K] */
-    void               *y;      /* [T, groups, N] y_dtype; rows ld_y elements apart */
-    int64_t             ld_x, ld_y;
-    int32_t             T, N, K, groups;
-    enum kern_dtype     x_dtype, y_dtype;
+    const void *x;        /* [T, groups, K] x_dtype; rows ld_x elements apart */
+    struct kern_weight w; /* [groups*N, K] */
+    void *y;              /* [T, groups, N] y_dtype; rows ld_y elements apart */
+    int64_t ld_x, ld_y;
+    int32_t T, N, K, groups;
+    enum kern_dtype x_dtype, y_dtype;
     enum kern_act_quant aq;
-    bool                round_w; /* round the dequantized weight to bf16 (wo_a in deployed mode) */
+    bool round_w; /* round the dequantized weight to bf16 (wo_a in deployed mode) */
 };
 
 /* Hyper-connection collapse: x = round(sum_j pre_j h_j), with post and comb for the expand. */
 struct kern_hc_collapse {
-    const void        *h;       /* [T, hc, D] act */
-    struct kern_weight fn;      /* [(2+hc)*hc, hc*D]; for the head [hc, hc*D]; F32 (or BF16) */
-    const float       *base;    /* [fn.n] */
-    const float       *scale;   /* [3]; for the head [1] */
-    void              *x;       /* [T, D] act */
-    float             *post;    /* [T, hc]; NULL for the head */
-    float             *comb;    /* [T, hc, hc]; NULL for the head */
-    int32_t            T, hc, D, iters;
-    float              hc_eps, norm_eps;
-    enum kern_dtype    act;
+    const void *h;         /* [T, hc, D] act */
+    struct kern_weight fn; /* [(2+hc)*hc, hc*D]; for the head [hc, hc*D]; F32 (or BF16) */
+    const float *base;     /* [fn.n] */
+    const float *scale;    /* [3]; for the head [1] */
+    void *x;               /* [T, D] act */
+    float *post;           /* [T, hc]; NULL for the head */
+    float *comb;           /* [T, hc, hc]; NULL for the head */
+    int32_t T, hc, D, iters;
+    float hc_eps, norm_eps;
+    enum kern_dtype act;
 };
 
 /* out_k = round(post_k y + sum_j comb[j][k] h_j); out may be h. */
 struct kern_hc_expand {
-    const void     *y;          /* [T, D] act */
-    const void     *h;          /* [T, hc, D] act */
-    const float    *post;       /* [T, hc] */
-    const float    *comb;       /* [T, hc, hc] */
-    void           *out;        /* [T, hc, D] act */
-    int32_t         T, hc, D;
+    const void *y;     /* [T, D] act */
+    const void *h;     /* [T, hc, D] act */
+    const float *post; /* [T, hc] */
+    const float *comb; /* [T, hc, hc] */
+    void *out;         /* [T, hc, D] act */
+    int32_t T, hc, D;
     enum kern_dtype act;
 };
 
 /* cos, sin [T, rd/2] of f32(pos) * inv_freq, the product rounded to f32. */
 struct kern_rope_table {
-    const int32_t *pos;         /* [T] */
-    const float   *inv_freq;    /* [rd/2] */
-    float         *cos, *sin;   /* [T, rd/2] */
-    int32_t        T, rd;
+    const int32_t *pos;    /* [T] */
+    const float *inv_freq; /* [rd/2] */
+    float *cos, *sin;      /* [T, rd/2] */
+    int32_t T, rd;
 };
 
 /* Each head: divide by its RMS (bf16 steps when act is BF16: q^2, mean, mean+eps, rsqrt and product each
  * rounded; f32 else), then rotate its last rd values; in place. norm false: rotation only. inverse: negated angle. */
 struct kern_heads_rope {
-    void           *q;          /* [T, H, d] act */
-    const float    *cos, *sin;  /* [T, rd/2] */
-    int32_t         T, H, d, rd;
-    float           eps;
-    bool            norm, inverse;
+    void *q;                /* [T, H, d] act */
+    const float *cos, *sin; /* [T, rd/2] */
+    int32_t T, H, d, rd;
+    float eps;
+    bool norm, inverse;
     enum kern_dtype act;
 };
 
 /* Window keys: rmsnorm(x, w), rotate, and K64 when act is BF16; y may be x. */
 struct kern_kv_prep {
-    const void     *x;          /* [T, d] act */
-    struct kern_vec w;          /* [d] */
-    const float    *cos, *sin;  /* [T, rd/2] */
-    void           *y;          /* [T, d] act */
-    int32_t         T, d, rd;
-    float           eps;
+    const void *x;          /* [T, d] act */
+    struct kern_vec w;      /* [d] */
+    const float *cos, *sin; /* [T, rd/2] */
+    void *y;                /* [T, d] act */
+    int32_t T, d, rd;
+    float eps;
     enum kern_dtype act;
 };
 
 /* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`. After attention. */
 struct kern_window_store {
-    const void                  *kv;      /* [T, d] act */
+    const void *kv; /* [T, d] act */
     const struct kern_kv_layout *layout;
-    int32_t                      layer;
-    const struct kern_seq       *seqs;
-    int32_t                      n_seqs;
-    enum kern_dtype              act;
+    int32_t layer;
+    const struct kern_seq *seqs;
+    int32_t n_seqs;
+    enum kern_dtype act;
 };
 
 /* Compressor: feeds each sequence's rows to its state, writes finished entries to its pages.
  * score = gate + ape[pos mod ratio]; pooled by softmax over the group per channel; rounded, rmsnorm, rotated at
  * position w*ratio, then K64 (main) or Hadamard and index quantization (index) when act is BF16, and stored. */
 struct kern_compress {
-    const float                 *kv, *gate;   /* [T, c*e], c = 2 if overlapping */
-    const float                 *ape;         /* [ratio, c*e] */
-    struct kern_vec              norm;        /* [e] */
-    const float                 *inv_freq;    /* [rd/2] */
-    uint8_t                     *pages;       /* base of the page pool; page id i at i * layout->page_bytes */
+    const float *kv, *gate; /* [T, c*e], c = 2 if overlapping */
+    const float *ape;       /* [ratio, c*e] */
+    struct kern_vec norm;   /* [e] */
+    const float *inv_freq;  /* [rd/2] */
+    uint8_t *pages;         /* base of the page pool; page id i at i * layout->page_bytes */
     const struct kern_kv_layout *layout;
-    int32_t                      layer;
-    bool                         index;       /* the indexer's compressor: e = index_dim */
-    const struct kern_seq       *seqs;
-    int32_t                      n_seqs;
-    float                        eps;
-    enum kern_dtype              act;
+    int32_t layer;
+    bool index; /* the indexer's compressor: e = index_dim */
+    const struct kern_seq *seqs;
+    int32_t n_seqs;
+    float eps;
+    enum kern_dtype act;
 };
 
 /* Index queries: rotate the last rd, and when act is BF16 Hadamard and quantize as fmt (round trip); in place. */
 struct kern_index_query {
-    void            *q;         /* [T, H, w] act */
-    const float     *cos, *sin; /* [T, rd/2] */
-    int32_t          T, H, w, rd;
+    void *q;                /* [T, H, w] act */
+    const float *cos, *sin; /* [T, rd/2] */
+    int32_t T, H, w, rd;
     enum kern_ik_fmt fmt;
-    enum kern_dtype  act;
+    enum kern_dtype act;
 };
 
 /* Scores every visible entry, keeps each row's topk highest (ties: lower index), ascending.
  * score[t, e] = sum_h wt[t,h] * factor * max(0, q[t,h] . key[e]); visible: e < (pos+1)/ratio. */
 struct kern_index_select {
-    const void                  *q;         /* [T, H, w] act */
-    const void                  *wt;        /* [T, H] act */
-    float                        factor;    /* w^-0.5 * H^-0.5 */
-    const uint8_t               *pages;
+    const void *q;  /* [T, H, w] act */
+    const void *wt; /* [T, H] act */
+    float factor;   /* w^-0.5 * H^-0.5 */
+    const uint8_t *pages;
     const struct kern_kv_layout *layout;
-    int32_t                      layer;
-    const struct kern_seq       *seqs;
-    int32_t                      n_seqs;
-    int32_t                      T, H;
-    int32_t                     *selected;  /* [T, sel_ld]; ascending, then -1 */
-    int32_t                     *n_selected;/* [T] */
-    int64_t                      sel_ld;    /* >= the largest topk of seqs */
-    float                       *scores;    /* NULL, or [T, score_ld]: every score, -inf where not visible */
-    int64_t                      score_ld;
-    float                       *margin;    /* NULL, or [T]: k-th minus (k+1)-th score, +inf if none is rejected */
-    enum kern_dtype              act;
+    int32_t layer;
+    const struct kern_seq *seqs;
+    int32_t n_seqs;
+    int32_t T, H;
+    int32_t *selected;   /* [T, sel_ld]; ascending, then -1 */
+    int32_t *n_selected; /* [T] */
+    int64_t sel_ld;      /* >= the largest topk of seqs */
+    float *scores;       /* NULL, or [T, score_ld]: every score, -inf where not visible */
+    int64_t score_ld;
+    float *margin; /* NULL, or [T]: k-th minus (k+1)-th score, +inf if none is rejected */
+    enum kern_dtype act;
 };
 
 /* Attention of each row over window keys (ascending position) then compressed entries (ascending index):
  * s = q.k * scale; weights exp(s - max) rounded to act before the product, sum unrounded plus exp(sink - max).
  * Positions before the sequence's pos0 come from its ring, later ones from kv. */
 struct kern_attention {
-    const void                  *q;          /* [T, H, d] act */
-    const void                  *kv;         /* [T, d] act: this batch's window keys */
-    const float                 *sink;       /* [H] */
-    void                        *o;          /* [T, H, d] act */
-    const uint8_t               *pages;
+    const void *q;     /* [T, H, d] act */
+    const void *kv;    /* [T, d] act: this batch's window keys */
+    const float *sink; /* [H] */
+    void *o;           /* [T, H, d] act */
+    const uint8_t *pages;
     const struct kern_kv_layout *layout;
-    int32_t                      layer;
-    const struct kern_seq       *seqs;
-    int32_t                      n_seqs;
-    const int32_t               *selected;   /* [T, sel_ld], or NULL: every visible entry */
-    const int32_t               *n_selected; /* [T] */
-    int64_t                      sel_ld;
-    int32_t                      T, H;
-    float                        scale;
-    enum kern_dtype              act;
+    int32_t layer;
+    const struct kern_seq *seqs;
+    int32_t n_seqs;
+    const int32_t *selected;   /* [T, sel_ld], or NULL: every visible entry */
+    const int32_t *n_selected; /* [T] */
+    int64_t sel_ld;
+    int32_t T, H;
+    float scale;
+    enum kern_dtype act;
 };
 
 /* Router: scores, choice, weights. experts in descending order of score + bias (ties: lower id), or the table's. */
 struct kern_route {
-    const float    *logits;     /* [T, E] */
-    const float    *bias;       /* [E], NULL in hash layers */
-    const void     *tid2eid;    /* NULL, or [V, k] i64 / i32, any alignment */
-    int32_t         tid_bytes;  /* 8 or 4 */
-    const int32_t  *ids;        /* [T], hash layers; ids outside [0, V) route nowhere (experts -1, weights 0) */
-    int32_t         T, E, k, V;
-    float           scale;      /* routed_scaling_factor */
-    bool            normalize;  /* divide by the sum of the chosen; never for softmax */
+    const float *logits; /* [T, E] */
+    const float *bias;   /* [E], NULL in hash layers */
+    const void *tid2eid; /* NULL, or [V, k] i64 / i32, any alignment */
+    int32_t tid_bytes;   /* 8 or 4 */
+    const int32_t
+        *ids; /* [T], hash layers; ids outside [0, V) route nowhere (experts -1, weights 0) */
+    int32_t T, E, k, V;
+    float scale;    /* routed_scaling_factor */
+    bool normalize; /* divide by the sum of the chosen; never for softmax */
     enum kern_score score_fn;
-    int32_t        *experts;    /* [T, k] */
-    float          *weights;    /* [T, k] */
-    float          *margin;     /* NULL, or [T]: last chosen minus first rejected score + bias */
+    int32_t *experts; /* [T, k] */
+    float *weights;   /* [T, k] */
+    float *margin;    /* NULL, or [T]: last chosen minus first rejected score + bias */
 };
 
 /* Routed experts: out[t] = sum over ascending expert id of expert(x[t]) (each rounded to act), in f32. */
 struct kern_moe {
-    const void               *x;         /* [T, D] act */
-    const int32_t            *experts;   /* [T, k]; -1 = none */
-    const float              *weights;   /* [T, k] */
+    const void *x;                          /* [T, D] act */
+    const int32_t *experts;                 /* [T, k]; -1 = none */
+    const float *weights;                   /* [T, k] */
     const struct kern_weight *w1, *w2, *w3; /* [E] matrices [I, D], [D, I], [I, D] */
-    float                    *out;       /* [T, D] */
-    int32_t                   T, D, I, E, k;
-    float                     limit;     /* 0 = no clamp */
-    enum kern_act_quant       aq;
-    enum kern_dtype           act;
+    float *out;                             /* [T, D] */
+    int32_t T, D, I, E, k;
+    float limit; /* 0 = no clamp */
+    enum kern_act_quant aq;
+    enum kern_dtype act;
 };
 
 /* y = round(silu(min(g, limit)) * clamp(u, +-limit)); y may be g. */
 struct kern_swiglu {
-    const void     *g, *u;      /* [T, I] act */
-    void           *y;          /* [T, I] act */
-    int32_t         T, I;
-    float           limit;      /* 0 = no clamp */
+    const void *g, *u; /* [T, I] act */
+    void *y;           /* [T, I] act */
+    int32_t T, I;
+    float limit; /* 0 = no clamp */
     enum kern_dtype act;
 };
 
 /* y = round(a + b): a f32, b act, y act; n elements (routed sum + shared expert). */
 struct kern_add {
-    const float    *a;
-    const void     *b;
-    void           *y;
-    int64_t         n;
+    const float *a;
+    const void *b;
+    void *y;
+    int64_t n;
     enum kern_dtype act;
 };
 
 /* MTP input: out[t, j] = round(e[t] + g[t, j]); e = lin(.., e_proj), g = lin(.., h_proj), both rounded. */
 struct kern_mtp_mix {
-    const void     *e;          /* [T, D] act */
-    const void     *g;          /* [T, hc, D] act */
-    void           *out;        /* [T, hc, D] act; may be g */
-    int32_t         T, hc, D;
+    const void *e; /* [T, D] act */
+    const void *g; /* [T, hc, D] act */
+    void *out;     /* [T, hc, D] act; may be g */
+    int32_t T, hc, D;
     enum kern_dtype act;
 };
 
 /* The list; it makes the table's members and drives the parity tests. */
-#define KERN_OPS(X)                                                                              \
-    X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope)        \
-    X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select) X(attention) X(route)  \
-    X(moe) X(swiglu) X(add) X(mtp_mix)
+#define KERN_OPS(X)                                                                                \
+    X(embed)                                                                                       \
+    X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope) X(kv_prep)        \
+        X(window_store) X(compress) X(index_query) X(index_select) X(attention) X(route) X(moe)    \
+            X(swiglu) X(add) X(mtp_mix)
 
 struct kern_ops {
     const char *name;
-#define X(op) int (*op)(struct kern_stream *s, const struct kern_##op *p);
+#define X(op) int (*op)(struct kern_stream * s, const struct kern_##op *p);
     KERN_OPS(X)
 #undef X
 };

@@ -7,16 +7,16 @@
 #include <stdlib.h>
 
 struct id_stack {
-    uint32_t *ids;   /* owned; [cap] */
-    uint32_t  n, cap;
+    uint32_t *ids; /* owned; [cap] */
+    uint32_t n, cap;
 };
 
 struct kv_pool {
-    uint8_t        *pages, *tails;   /* borrowed */
-    size_t          page_bytes, tail_bytes;
+    uint8_t *pages, *tails; /* borrowed */
+    size_t page_bytes, tail_bytes;
     struct id_stack free_pages, free_tails;
-    uint32_t       *refs;            /* owned; per page */
-    uint8_t        *tail_held;       /* owned; per tail */
+    uint32_t *refs;     /* owned; per page */
+    uint8_t *tail_held; /* owned; per tail */
 };
 
 static int stack_init(struct id_stack *s, uint32_t n)
@@ -63,7 +63,8 @@ int kv_pool_new(struct kv_pool **out, void *pages, uint32_t n_pages, size_t page
         free(p->refs);
         free(p->tail_held);
         free(p);
-        return tow_fail(err, TOW_ENOMEM, "pool: no memory for %u pages and %u tails", n_pages, n_tails);
+        return tow_fail(err, TOW_ENOMEM, "pool: no memory for %u pages and %u tails", n_pages,
+                        n_tails);
     }
     *out = p;
     return 0;

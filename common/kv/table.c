@@ -28,7 +28,8 @@ int kv_table_grow(struct kv_table *t, struct kv_pool *pool, uint32_t n_pages)
             rc = TOW_ENOMEM;
         }
     }
-    if (rc == 0 && n_pages > t->n_pages) rc = kv_pool_take(pool, n_pages - t->n_pages, t->ids + t->n_pages);
+    if (rc == 0 && n_pages > t->n_pages)
+        rc = kv_pool_take(pool, n_pages - t->n_pages, t->ids + t->n_pages);
     if (rc < 0) {
         if (took_tail) {
             kv_pool_give_tail(pool, t->tail);

@@ -11,20 +11,20 @@
 #include <stdbool.h>
 
 struct kv_table {
-    kv_page_id *ids;        /* owned; refs held */
-    uint32_t    n_pages, cap;
-    kv_tail_id  tail;       /* held while has_tail */
-    bool        has_tail;
+    kv_page_id *ids; /* owned; refs held */
+    uint32_t n_pages, cap;
+    kv_tail_id tail; /* held while has_tail */
+    bool has_tail;
 };
 
 void kv_table_init(struct kv_table *t);
 /* Grows to n_pages pages (and takes a tail if there is none); all or nothing. TOW_EFULL, TOW_ENOMEM. */
-int  kv_table_grow(struct kv_table *t, struct kv_pool *pool, uint32_t n_pages);
+int kv_table_grow(struct kv_table *t, struct kv_pool *pool, uint32_t n_pages);
 /* Gives back one page (prefill, after its transfer); the slot stays and must not be read again. */
 void kv_table_drop(struct kv_table *t, struct kv_pool *pool, uint32_t index);
 /* Gives everything back; t is as after init. */
 void kv_table_fini(struct kv_table *t, struct kv_pool *pool);
 
-#define KV_PAGE_GONE UINT32_MAX   /* ids[] of a dropped page */
+#define KV_PAGE_GONE UINT32_MAX /* ids[] of a dropped page */
 
 #endif

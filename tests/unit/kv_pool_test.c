@@ -20,7 +20,7 @@ static void test_kv_pool__take_more_than_free_takes_none(void **state)
 {
     (void)state;
     struct kv_pool *p = make(5, 1);
-    kv_page_id      ids[6];
+    kv_page_id ids[6];
     assert_int_equal(kv_pool_take(p, 6, ids), TOW_EFULL);
     assert_int_equal(kv_pool_free_pages(p), 5);
     assert_int_equal(kv_pool_take(p, 5, ids), 0);
@@ -43,16 +43,16 @@ static void test_kv_pool__random_use_never_hands_a_page_out_twice(void **state)
         struct kv_pool *p = make(64, 8);
         kv_pool_shuffle(p, seed);
         struct kv_table t[8];
-        int             owner[64];
+        int owner[64];
         memset(owner, -1, sizeof owner);
         for (int i = 0; i < 8; i++) kv_table_init(&t[i]);
         srand(seed);
         for (int step = 0; step < 300; step++) {
-            int      i = rand() % 8;
+            int i = rand() % 8;
             uint32_t before = kv_pool_free_pages(p), had = t[i].n_pages;
             if (rand() % 3) {
                 uint32_t want = had + (uint32_t)(rand() % 12);
-                int      rc = kv_table_grow(&t[i], p, want);
+                int rc = kv_table_grow(&t[i], p, want);
                 if (rc == 0) {
                     for (uint32_t k = had; k < t[i].n_pages; k++) {
                         assert_int_equal(owner[t[i].ids[k]], -1);
