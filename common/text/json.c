@@ -333,8 +333,12 @@ static int remember_key(struct scan *s, uint32_t object, struct span raw, bool e
     for (; s->set[at].object; at = (at + 1) & (s->set_cap - 1)) {
         const struct seen_key *o = &s->set[at];
         if (o->hash == k.hash && o->object == object && o->at.len == k.at.len &&
-            memcmp(key_bytes(s, o), bytes, k.at.len) == 0)
-            return refuse_at(s, raw.off - 1, "this key stands twice in its object");
+            memcmp(key_bytes(s, o), bytes, k.at.len) == 0) {
+            char what[200];
+            snprintf(what, sizeof what, "this key stands twice in its object (duplicate key %.*s)",
+                     (int)(k.at.len < 140 ? k.at.len : 140), bytes);
+            return refuse_at(s, raw.off - 1, what);
+        }
     }
     s->set[at] = k;
     return 0;
