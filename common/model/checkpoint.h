@@ -21,6 +21,8 @@ const struct model_tensor *model_checkpoint_at(const struct model_checkpoint *c,
                                                size_t i); /* by name */
 const struct model_tensor *model_checkpoint_find(const struct model_checkpoint *c,
                                                  const char *name);
+/* Place in the order by name, or -1. */
+int64_t model_checkpoint_index(const struct model_checkpoint *c, const char *name);
 size_t model_checkpoint_files(const struct model_checkpoint *c);
 uint64_t model_checkpoint_bytes(const struct model_checkpoint *c); /* of all files */
 

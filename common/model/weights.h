@@ -100,7 +100,7 @@ void model_weights_close(struct model_weights *w); /* NULL is fine */
  * values. Reads headers only. */
 enum { MODEL_FINGERPRINT_CHARS = 17 };
 void model_weights_fingerprint(const struct model_weights *w, char out[MODEL_FINGERPRINT_CHARS]);
-/* The same without loading: for a process that has no weights, such as the router. */
+/* The same from the folder, for a process that does not run the model. Reads headers only. */
 int model_fingerprint(const char *dir, char out[MODEL_FINGERPRINT_CHARS], struct tow_err *err);
 
 #endif
