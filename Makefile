@@ -95,12 +95,15 @@ help:
 	@echo "demo             router + prefill + decode, one question, the streamed answer"
 	@echo "format lint check-includes install clean"
 
-$(B)/obj/%_avx512.o: %_avx512.c
+# One source of CPU kernels, one object per instruction set; chosen at run time (kernels/cpu/dev.c).
+ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -mf16c -mprefer-vector-width=512
+ISA_avx2   := -mavx2 -mfma -mf16c
+$(B)/obj/%_cpu.avx512.o: %_cpu.c
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -c $< -o $@
-$(B)/obj/%_avx2.o: %_avx2.c
+	$(CC) $(CFLAGS) $(ISA_avx512) -c $< -o $@
+$(B)/obj/%_cpu.avx2.o: %_cpu.c
 	@mkdir -p $(@D)
-	$(CC) $(CFLAGS) -mavx2 -mfma -mf16c -c $< -o $@
+	$(CC) $(CFLAGS) $(ISA_avx2) -c $< -o $@
 $(B)/obj/%.o: %.c
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c $< -o $@
@@ -108,8 +111,13 @@ $(B)/obj/%.cu.o: %.cu
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MF $(@:.o=.d) -c $< -o $@
 
+ifneq ($(filter x86_64%,$(shell $(CC) -dumpmachine)),)
+SRC_isa := $(filter %_cpu.c,$(SRC_kernels))
+OBJ_kernels_isa := $(foreach i,avx2 avx512,$(patsubst %.c,$(B)/obj/%.$(i).o,$(SRC_isa)))
+endif
+
 define lib_rule
-$(call LIB,$(1)): $(call objs,$(SRC_$(1))) $(patsubst %.cu,$(B)/obj/%.cu.o,$(SRC_$(1)_cu))
+$(call LIB,$(1)): $(call objs,$(SRC_$(1))) $(OBJ_$(1)_isa) $(patsubst %.cu,$(B)/obj/%.cu.o,$(SRC_$(1)_cu))
 	@mkdir -p $$(@D)
 	@rm -f $$@
 	@ar rcs $$@ $$^

@@ -1,0 +1,46 @@
+/* kernels/attn/attn.c - shape contracts of index_query, index_select and attention. */
+#include "common/base/err.h"
+#include "kernels/kvpack/kvpack.h"
+#include "kernels/ops.h"
+
+static bool rows_ok(const struct kern_seq *seqs, int32_t n, int32_t T)
+{
+    for (int32_t i = 0; i < n; i++)
+        if (seqs[i].row0 > T || seqs[i].n_rows > T - seqs[i].row0) return false;
+    return true;
+}
+
+int kern_index_query_check(const struct kern_index_query *p)
+{
+    if (p->T < 0 || p->H < 1 || p->w < 1 || p->rd < 0 || p->rd > p->w || p->rd % 2)
+        return TOW_EINVAL;
+    if (p->act == KERN_BF16 && (p->w < 32 || (p->w & (p->w - 1)))) return TOW_EINVAL;
+    return p->T == 0 || (p->q && (p->rd == 0 || (p->cos && p->sin))) ? 0 : TOW_EINVAL;
+}
+
+int kern_index_select_check(const struct kern_index_select *p)
+{
+    if (p->T < 0 || p->H < 1) return TOW_EINVAL;
+    if (!kern_seqs_ok(p->seqs, p->n_seqs, p->layout, p->layer)) return TOW_EINVAL;
+    if (!kern_kv_overlaps(p->layout->layer[p->layer].ratio)) return TOW_EINVAL;
+    if (p->T == 0 || p->n_seqs == 0) return 0;
+    if (!rows_ok(p->seqs, p->n_seqs, p->T)) return TOW_EINVAL;
+    for (int32_t i = 0; i < p->n_seqs; i++) {
+        const struct kern_seq *q = &p->seqs[i];
+        int64_t n = (q->pos0 + q->n_rows) / p->layout->layer[p->layer].ratio;
+        if (q->topk < 1 || q->topk > p->sel_ld) return TOW_EINVAL;
+        if (p->scores && p->score_ld < n) return TOW_EINVAL;
+    }
+    return p->q && p->wt && p->pages && p->selected && p->n_selected ? 0 : TOW_EINVAL;
+}
+
+int kern_attention_check(const struct kern_attention *p)
+{
+    if (p->T < 0 || p->H < 1) return TOW_EINVAL;
+    if (!kern_seqs_ok(p->seqs, p->n_seqs, p->layout, p->layer)) return TOW_EINVAL;
+    if (p->T == 0 || p->n_seqs == 0) return 0;
+    if (!rows_ok(p->seqs, p->n_seqs, p->T)) return TOW_EINVAL;
+    if (p->selected && (!p->n_selected || p->sel_ld < 1)) return TOW_EINVAL;
+    if (p->layout->layer[p->layer].ratio && !p->pages) return TOW_EINVAL;
+    return p->q && p->kv && p->sink && p->o ? 0 : TOW_EINVAL;
+}

@@ -1,0 +1,205 @@
+/* kernels/attn/index_select_cpu.c - scores the visible entries of each row and keeps the best.
+ *
+ * Rows are taken in blocks of one sequence, blocks in batches whose scores fit a fixed budget. Round one, per
+ * block and run of 64 entries: the keys are dequantized once for all rows of the block. Round two, per row: the
+ * k-th highest score is found by counting digits of the order-preserving integer form of the floats (exact,
+ * whatever the values), then one ascending scan takes what is above it and the lowest-numbered of its equals.
+ */
+#include "kernels/cpu/row.h"
+#include "kernels/cpu/team.h"
+#include "kernels/gemm/tile_cpu.h"
+#include "kernels/kvpack/kvpack.h"
+#include "kernels/ops.h"
+
+#include "common/base/err.h"
+
+enum {
+    ENTRIES = 64,            /* of a scoring part */
+    ROWS = 16,               /* of a block */
+    BATCH_FLOATS = 16 << 20, /* of scores at a time; a single block may need more */
+    MAX_BLOCKS = 1024,
+};
+
+struct block {
+    const struct kern_seq *q;
+    int32_t row0, n_rows; /* rows of the batch tensors */
+    int64_t n;            /* entries the last row sees */
+    int64_t scores;       /* first of n_rows x n floats */
+    int64_t parts;        /* scoring parts before this block */
+    int32_t rows;         /* rows before this block */
+};
+
+struct job {
+    const struct kern_index_select *p;
+    struct block *blocks;
+    float *scores;
+    uint8_t *scratch;
+    size_t stride;
+    int32_t n_blocks, w;
+    int64_t wp;
+};
+
+static int64_t visible(const struct kern_index_select *p, const struct kern_seq *q, int32_t t)
+{
+    return (q->pos0 + (t - q->row0) + 1) / p->layout->layer[p->layer].ratio;
+}
+
+static void score_part(void *arg, int64_t part, int thread)
+{
+    const struct job *j = arg;
+    const struct kern_index_select *p = j->p;
+    const struct kern_kv_layer *y = &p->layout->layer[p->layer];
+    const struct block *b = j->blocks;
+    while (b + 1 < j->blocks + j->n_blocks && b[1].parts <= part) b++;
+    int64_t e0 = (part - b->parts) * ENTRIES, n = b->n - e0 < ENTRIES ? b->n - e0 : ENTRIES;
+    float *keys = (float *)(j->scratch + j->stride * (size_t)thread);
+    float *q = keys + ENTRIES * j->wp, *dots = q + p->H * j->wp;
+    const float **rows = (const float **)(dots + (int64_t)p->H * ENTRIES);
+    for (int64_t i = 0; i < n; i++) {
+        int64_t row;
+        const uint8_t *at =
+            kern_entry_part(p->pages, p->layout, p->layer, true, b->q, e0 + i, &row);
+        kern_ik_load(p->layout->spec.ik_fmt, at, y->per_page, row, keys + i * j->wp, j->w);
+        for (int64_t c = j->w; c < j->wp; c++) keys[i * j->wp + c] = 0.0f;
+    }
+    for (int32_t r = 0; r < b->n_rows; r++) {
+        int64_t t = b->row0 + r, seen = visible(p, b->q, (int32_t)t) - e0;
+        float *out = j->scores + b->scores + r * b->n + e0;
+        if (seen > n) seen = n;
+        for (int64_t i = seen < 0 ? 0 : seen; i < n; i++) out[i] = -INFINITY;
+        if (seen <= 0) continue;
+        for (int32_t h = 0; h < p->H; h++) {
+            rows[h] = q + h * j->wp;
+            kern_row_load(kern_at(p->q, (t * p->H + h) * j->w, p->act), p->act, j->w,
+                          q + h * j->wp);
+        }
+        kern_tile(rows, p->H, keys, seen, j->wp, j->wp, dots, ENTRIES);
+        for (int64_t i = 0; i < seen; i += 16) {
+            v16 s = v_zero();
+            for (int32_t h = 0; h < p->H; h++) {
+                float wt;
+                kern_row_load1(kern_at(p->wt, t * p->H + h, p->act), p->act, &wt);
+                v16 d = v_load(dots + (int64_t)h * ENTRIES + i);
+                s = v_fma(v_set1(wt * p->factor), v_max(v_zero(), d), s);
+            }
+            v_storen(out + i, s, seen - i < 16 ? (int)(seen - i) : 16);
+        }
+    }
+}
+
+/* Integers in the order of the floats; NaN below everything, -0 with +0. */
+V_INLINE uint32_t order_of(float x)
+{
+    if (x != x) return 0;
+    uint32_t u = kern_bits(x + 0.0f);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+/* The k-th highest key (1 <= k <= n); *equal: how many of its equals belong to the k. */
+static uint32_t kth_highest(const float *s, int64_t n, int64_t k, int64_t *equal)
+{
+    uint32_t prefix = 0;
+    for (int shift = 24; shift >= 0; shift -= 8) {
+        int64_t count[256] = {0};
+        uint32_t mask = shift == 24 ? 0 : ~0u << (shift + 8);
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t u = order_of(s[i]);
+            if ((u & mask) == prefix) count[(u >> shift) & 255]++;
+        }
+        int digit = 255;
+        for (; digit > 0 && count[digit] < k; digit--) k -= count[digit];
+        prefix |= (uint32_t)digit << shift;
+    }
+    *equal = k;
+    return prefix;
+}
+
+static void select_row(const struct kern_index_select *p, int64_t t, const float *s, int64_t n,
+                       int32_t topk)
+{
+    int32_t *out = p->selected + t * p->sel_ld;
+    int64_t at = 0;
+    float margin = INFINITY;
+    if (n <= topk) {
+        for (; at < n; at++) out[at] = (int32_t)at;
+    } else {
+        int64_t equal, ties = 0;
+        uint32_t kth = kth_highest(s, n, topk, &equal), below = 0;
+        float k_score = NAN, next = NAN;
+        for (int64_t i = 0; i < n; i++) {
+            uint32_t u = order_of(s[i]);
+            if (u > kth || (u == kth && ties < equal)) {
+                out[at++] = (int32_t)i;
+                if (u == kth) {
+                    ties++;
+                    k_score = s[i];
+                }
+            } else if (u >= below) {
+                below = u;
+                next = s[i];
+            }
+        }
+        margin = k_score - next;
+        if (margin != margin) margin = k_score == next ? 0.0f : INFINITY;
+    }
+    p->n_selected[t] = (int32_t)at;
+    for (; at < p->sel_ld; at++) out[at] = -1;
+    if (p->margin) p->margin[t] = margin;
+}
+
+static void select_part(void *arg, int64_t part, int thread)
+{
+    const struct job *j = arg;
+    const struct kern_index_select *p = j->p;
+    const struct block *b = j->blocks;
+    (void)thread;
+    while (b + 1 < j->blocks + j->n_blocks && b[1].rows <= part) b++;
+    int32_t r = (int32_t)(part - b->rows), t = b->row0 + r;
+    const float *s = j->scores + b->scores + r * b->n;
+    select_row(p, t, s, visible(p, b->q, t), b->q->topk);
+    if (!p->scores) return;
+    float *out = p->scores + t * p->score_ld;
+    memcpy(out, s, (size_t)b->n * 4);
+    for (int64_t i = b->n; i < p->score_ld; i++) out[i] = -INFINITY;
+}
+
+int KERN_ISA(kern_index_select)(struct kern_stream *s, const struct kern_index_select *p)
+{
+    struct job j = {.p = p, .w = p->layout->spec.index_dim};
+    if (p->T == 0 || p->n_seqs == 0) return 0;
+    j.wp = kern_pad16(j.w);
+    j.blocks = kern_scratch(s, KERN_SLOT_OP2, MAX_BLOCKS * sizeof *j.blocks);
+    j.scratch = kern_scratch_each(s, KERN_SLOT_OP,
+                                  (size_t)((ENTRIES + p->H) * j.wp + p->H * ENTRIES) * 4 +
+                                      (size_t)p->H * sizeof(float *),
+                                  &j.stride);
+    if (!j.blocks || !j.scratch) return TOW_ENOMEM;
+    int32_t seq = 0, row = 0; /* next row to place: row of sequence seq */
+    while (seq < p->n_seqs) {
+        int64_t floats = 0, parts = 0;
+        int32_t rows = 0;
+        for (j.n_blocks = 0; seq < p->n_seqs && j.n_blocks < MAX_BLOCKS;) {
+            const struct kern_seq *q = &p->seqs[seq];
+            if (row >= q->n_rows) {
+                seq++;
+                row = 0;
+                continue;
+            }
+            struct block b = {.q = q, .row0 = q->row0 + row, .scores = floats, .parts = parts};
+            b.rows = rows;
+            b.n_rows = q->n_rows - row < ROWS ? q->n_rows - row : ROWS;
+            b.n = visible(p, q, b.row0 + b.n_rows - 1);
+            if (floats > 0 && floats + b.n_rows * b.n > BATCH_FLOATS) break;
+            j.blocks[j.n_blocks++] = b;
+            floats += b.n_rows * b.n;
+            parts += (b.n + ENTRIES - 1) / ENTRIES;
+            rows += b.n_rows;
+            row += b.n_rows;
+        }
+        j.scores = kern_scratch(s, KERN_SLOT_OP3, (size_t)floats * 4 + 64);
+        if (!j.scores) return TOW_ENOMEM;
+        kern_parallel(s, parts, score_part, &j);
+        kern_parallel(s, rows, select_part, &j);
+    }
+    return 0;
+}

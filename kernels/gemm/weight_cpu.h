@@ -1,0 +1,71 @@
+/* kernels/gemm/weight_cpu.h - a stored weight row as floats, sixteen at a time.
+ *
+ * Rules    value = code * scale (exact where the scale is a power of two), NVFP4: (code * scale) * scale2. Every
+ *          path to a weight's value, panel or register, goes by these two products in this order.
+ */
+#ifndef KERN_GEMM_WEIGHT_CPU_H
+#define KERN_GEMM_WEIGHT_CPU_H
+
+#include "kernels/cpu/row.h"
+#include "kernels/types.h"
+
+/* Scale of element k of row n, by the weight's block shape. */
+V_INLINE float kern_weight_scale(const struct kern_weight *w, int64_t n, int64_t k)
+{
+    int64_t row = w->fmt == KERN_W_FP8 ? n / 128 : n;
+    int64_t col = w->fmt == KERN_W_FP8 ? k / 128 : w->fmt == KERN_W_MXFP4 ? k / 32 : k / 16;
+    const uint8_t *s = (const uint8_t *)w->scale + row * w->scale_row_bytes;
+    float f;
+    switch (w->sfmt) {
+    case KERN_S_UE8M0: return kern_ue8m0_decode(s[col]);
+    case KERN_S_E4M3: return kern_e4m3_decode(s[col]);
+    case KERN_S_F32: memcpy(&f, s + col * 4, 4); return f;
+    case KERN_S_NONE: break;
+    }
+    return 1.0f;
+}
+
+/* Row n of w as k floats, zero up to the next multiple of 16. */
+static inline __attribute__((unused)) void kern_weight_row(const struct kern_weight *w, int64_t n,
+                                                           bool round_bf16, float *out)
+{
+    const uint8_t *d = (const uint8_t *)w->data + n * w->row_bytes;
+    int64_t k = w->k, i = 0;
+    switch (w->fmt) {
+    case KERN_W_F32: memcpy(out, d, (size_t)k * 4); break;
+    case KERN_W_BF16:
+        for (; i + 16 <= k; i += 16) v_store(out + i, v_load_bf16(d + 2 * i));
+        for (; i < k; i++) {
+            uint16_t b;
+            memcpy(&b, d + 2 * i, 2);
+            out[i] = kern_bf16_decode(b);
+        }
+        break;
+    case KERN_W_FP8:
+        for (int64_t b = 0; b < k; b += 128) {
+            v16 s = v_set1(kern_weight_scale(w, n, b));
+            int64_t end = k - b < 128 ? k : b + 128;
+            for (i = b; i + 16 <= end; i += 16) v_store(out + i, v_mul(v_load_e4m3(d + i), s));
+            for (; i < end; i++) out[i] = kern_e4m3_decode(d[i]) * kern_lane0(s);
+        }
+        break;
+    case KERN_W_MXFP4:
+        for (; i < k; i += 32) {
+            v16 t = v_mul(v_load(kern_e2m1_value), v_set1(kern_weight_scale(w, n, i)));
+            v_store(out + i, v_lookup16(d + i / 2, t));
+            v_store(out + i + 16, v_lookup16(d + i / 2 + 8, t));
+        }
+        break;
+    case KERN_W_NVFP4:
+        for (; i < k; i += 16) {
+            v16 t = v_mul(v_load(kern_e2m1_value), v_set1(kern_weight_scale(w, n, i)));
+            v_store(out + i, v_lookup16(d + i / 2, v_mul(t, v_set1(w->scale2))));
+        }
+        break;
+    }
+    for (i = k; i < kern_pad16(k); i++) out[i] = 0.0f;
+    if (round_bf16)
+        for (i = 0; i < k; i += 16) v_store(out + i, v_round_bf16(v_load(out + i)));
+}
+
+#endif

@@ -1,0 +1,199 @@
+/* kernels/moe/moe_cpu.c - the routed experts.
+ *
+ * Rows are taken in blocks. Of a block, (row, slot) pairs are sorted by expert, stably. Three rounds of parts
+ * follow: quantize x; per (expert, panel of the inner width) gate and up products and the activation; per
+ * panel of the output the down products of all experts in ascending order, added as they come. An output
+ * element thus belongs to one part, and its sum has one order, whatever the threads do.
+ */
+#include "kernels/cpu/row.h"
+#include "kernels/cpu/team.h"
+#include "kernels/gemm/tile_cpu.h"
+#include "kernels/gemm/weight_cpu.h"
+#include "kernels/ops.h"
+
+#include "common/base/err.h"
+
+enum {
+    BLOCK_ROWS =
+        1024, /* enough rows that an expert's weights are dequantized for several rows each */
+    PANEL_BYTES = 512 * 1024,
+    PANEL_MAX = 32,
+    C_ROWS = 32,
+};
+
+struct pair {
+    int32_t expert, row; /* row within the block */
+    float weight;
+};
+struct group {
+    int32_t expert, first, n; /* pairs first .. first+n-1 */
+};
+
+struct job {
+    const struct kern_moe *p;
+    struct pair *pairs;
+    struct group *groups;
+    float *x, *y; /* [rows, dp], [pairs, ip] */
+    uint8_t *panel;
+    size_t stride;
+    int64_t dp, ip, t0;
+    int32_t n_rows, n_pairs, n_groups;
+    int32_t up_rows, up_panels, down_rows;
+};
+
+static void sort_pairs(struct job *j, int32_t *count)
+{
+    const struct kern_moe *p = j->p;
+    int32_t at = 0;
+    memset(count, 0, (size_t)p->E * sizeof *count);
+    for (int64_t i = 0; i < (int64_t)j->n_rows * p->k; i++) {
+        int32_t e = p->experts[j->t0 * p->k + i];
+        if (e >= 0 && e < p->E) count[e]++;
+    }
+    j->n_groups = 0;
+    for (int32_t e = 0; e < p->E; e++) {
+        if (count[e] == 0) continue;
+        j->groups[j->n_groups++] = (struct group){e, at, count[e]};
+        int32_t n = count[e];
+        count[e] = at; /* from now on: where the next pair of e goes */
+        at += n;
+    }
+    j->n_pairs = at;
+    for (int64_t i = 0; i < (int64_t)j->n_rows * p->k; i++) {
+        int32_t e = p->experts[j->t0 * p->k + i];
+        if (e >= 0 && e < p->E)
+            j->pairs[count[e]++] =
+                (struct pair){e, (int32_t)(i / p->k), p->weights[j->t0 * p->k + i]};
+    }
+}
+
+static void x_part(void *arg, int64_t r, int thread)
+{
+    const struct job *j = arg;
+    const struct kern_moe *p = j->p;
+    (void)thread;
+    kern_row_load(kern_at(p->x, (j->t0 + r) * p->D, p->act), p->act, p->D, j->x + r * j->dp);
+    /* One input scale for all experts would be wrong in general: NVFP4 rows are quantized per group. */
+    if (p->aq != KERN_AQ_NVFP4) kern_row_aq(j->x + r * j->dp, p->D, p->aq, 0);
+}
+
+static int32_t rows_per_panel(int64_t kp, int matrices)
+{
+    int64_t fit = PANEL_BYTES / (kp * 4 * matrices);
+    return fit < 4 ? 4 : fit > PANEL_MAX ? PANEL_MAX : (int32_t)(fit & ~(int64_t)3);
+}
+
+/* The quantized x rows of n pairs; NVFP4 ones are made in q, by the scale of w. */
+static void input_rows(const struct job *j, const struct pair *pairs, int64_t n,
+                       const struct kern_weight *w, float *q, const float **a)
+{
+    for (int64_t i = 0; i < n; i++) {
+        a[i] = j->x + pairs[i].row * j->dp;
+        if (j->p->aq != KERN_AQ_NVFP4) continue;
+        memcpy(q + i * j->dp, a[i], (size_t)j->dp * 4);
+        kern_row_aq(q + i * j->dp, j->p->D, KERN_AQ_NVFP4, w->input_scale);
+        a[i] = q + i * j->dp;
+    }
+}
+
+static void up_part(void *arg, int64_t part, int thread)
+{
+    const struct job *j = arg;
+    const struct kern_moe *p = j->p;
+    const struct group *g = &j->groups[part / j->up_panels];
+    int64_t n0 = part % j->up_panels * j->up_rows;
+    int64_t nb = p->I - n0 < j->up_rows ? p->I - n0 : j->up_rows;
+    float *w1 = (float *)(j->panel + j->stride * (size_t)thread);
+    float *w3 = w1 + j->up_rows * j->dp, *q = w3 + j->up_rows * j->dp;
+    const float *a[C_ROWS];
+    float cg[C_ROWS * PANEL_MAX], cu[C_ROWS * PANEL_MAX];
+    for (int64_t i = 0; i < nb; i++) {
+        kern_weight_row(&p->w1[g->expert], n0 + i, false, w1 + i * j->dp);
+        kern_weight_row(&p->w3[g->expert], n0 + i, false, w3 + i * j->dp);
+    }
+    for (int64_t r = 0; r < g->n; r += C_ROWS) {
+        const struct pair *pairs = j->pairs + g->first + r;
+        int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
+        input_rows(j, pairs, na, &p->w1[g->expert], q, a);
+        kern_tile(a, na, w1, nb, j->dp, j->dp, cg, PANEL_MAX);
+        if (p->aq == KERN_AQ_NVFP4) input_rows(j, pairs, na, &p->w3[g->expert], q, a);
+        kern_tile(a, na, w3, nb, j->dp, j->dp, cu, PANEL_MAX);
+        for (int64_t i = 0; i < na; i++) {
+            float *y = j->y + (g->first + r + i) * j->ip + n0;
+            for (int64_t n = 0; n < nb; n += 16) {
+                int w = nb - n < 16 ? (int)(nb - n) : 16;
+                v16 gv = v_round_act(v_loadn(cg + i * PANEL_MAX + n, w), p->act);
+                v16 uv = v_round_act(v_loadn(cu + i * PANEL_MAX + n, w), p->act);
+                v16 v = v_mul(kern_gate(gv, uv, p->limit), v_set1(pairs[i].weight));
+                v_storen(y + n, v_round_act(v, p->act), w);
+            }
+        }
+    }
+}
+
+static void y_part(void *arg, int64_t i, int thread)
+{
+    const struct job *j = arg;
+    const struct kern_moe *p = j->p;
+    float *y = j->y + i * j->ip;
+    (void)thread;
+    for (int64_t n = p->I; n < j->ip; n++) y[n] = 0.0f;
+    kern_row_aq(y, p->I, p->aq, p->w2[j->pairs[i].expert].input_scale);
+}
+
+static void down_part(void *arg, int64_t part, int thread)
+{
+    const struct job *j = arg;
+    const struct kern_moe *p = j->p;
+    float *w = (float *)(j->panel + j->stride * (size_t)thread);
+    int64_t n0 = part * j->down_rows;
+    int64_t nb = p->D - n0 < j->down_rows ? p->D - n0 : j->down_rows;
+    const float *a[C_ROWS];
+    float c[C_ROWS * PANEL_MAX];
+    for (int64_t r = 0; r < j->n_rows; r++)
+        memset(p->out + (j->t0 + r) * p->D + n0, 0, (size_t)nb * 4);
+    for (int32_t e = 0; e < j->n_groups; e++) {
+        const struct group *g = &j->groups[e];
+        for (int64_t i = 0; i < nb; i++)
+            kern_weight_row(&p->w2[g->expert], n0 + i, false, w + i * j->ip);
+        for (int64_t r = 0; r < g->n; r += C_ROWS) {
+            int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
+            for (int64_t i = 0; i < na; i++) a[i] = j->y + (g->first + r + i) * j->ip;
+            kern_tile(a, na, w, nb, j->ip, j->ip, c, PANEL_MAX);
+            for (int64_t i = 0; i < na; i++) {
+                float *o = p->out + (j->t0 + j->pairs[g->first + r + i].row) * p->D + n0;
+                for (int64_t n = 0; n < nb; n++)
+                    o[n] += kern_round_act(c[i * PANEL_MAX + n], p->act);
+            }
+        }
+    }
+}
+
+int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
+{
+    struct job j = {.p = p, .dp = kern_pad16(p->D), .ip = kern_pad16(p->I)};
+    if (p->T == 0) return 0;
+    int64_t rows = p->T < BLOCK_ROWS ? p->T : BLOCK_ROWS, pairs = rows * p->k;
+    j.up_rows = rows_per_panel(j.dp, 2);
+    j.up_panels = (p->I + j.up_rows - 1) / j.up_rows;
+    j.down_rows = rows_per_panel(j.ip, 1);
+    size_t up = (size_t)(2 * j.up_rows + (p->aq == KERN_AQ_NVFP4 ? C_ROWS : 0)) * (size_t)j.dp * 4;
+    size_t down = (size_t)(j.down_rows * j.ip) * 4;
+    size_t lists = (size_t)pairs * sizeof(struct pair) + (size_t)p->E * (sizeof(struct group) + 4);
+    j.panel = kern_scratch_each(s, KERN_SLOT_PANEL, up > down ? up : down, &j.stride);
+    j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(rows * j.dp) * 4);
+    j.y = kern_scratch(s, KERN_SLOT_OP, (size_t)(pairs * j.ip) * 4);
+    j.pairs = kern_scratch(s, KERN_SLOT_OP2, lists);
+    if (!j.panel || !j.x || !j.y || !j.pairs) return TOW_ENOMEM;
+    j.groups = (struct group *)(j.pairs + pairs);
+    int32_t *count = (int32_t *)(j.groups + p->E);
+    for (j.t0 = 0; j.t0 < p->T; j.t0 += BLOCK_ROWS) {
+        j.n_rows = (int32_t)(p->T - j.t0 < BLOCK_ROWS ? p->T - j.t0 : BLOCK_ROWS);
+        sort_pairs(&j, count);
+        kern_parallel(s, j.n_rows, x_part, &j);
+        kern_parallel(s, (int64_t)j.n_groups * j.up_panels, up_part, &j);
+        kern_parallel(s, j.n_pairs, y_part, &j);
+        kern_parallel(s, (p->D + j.down_rows - 1) / j.down_rows, down_part, &j);
+    }
+    return 0;
+}
