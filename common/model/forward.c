@@ -1,0 +1,627 @@
+/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse, attention
+ * (window keys, compressor, indexer), expand, collapse, experts, expand; each step is one op of the table.
+ *
+ * Activations are bf16 in deployed mode and f32 in exact mode; that type is the whole difference between the modes
+ * besides the quantizers in front of products, which aq_for() chooses from the stored form of the weight. */
+#include "common/model/forward.h"
+
+#include "common/base/err.h"
+#include "kernels/dev.h"
+#include "kernels/ops.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Scratch for max_rows rows; a pointer's type says act where it is void. */
+struct scratch {
+    void *h;                        /* streams [R, hc, D] */
+    void *x, *y;                    /* [R, D] sub-layer input, output */
+    float *post, *comb;             /* [R, hc], [R, hc, hc] */
+    int32_t *pos;                   /* [R] */
+    float *cos[2], *sin[2];         /* [R, rd/2]; 0 plain, 1 layers with a compressor */
+    void *qr;                       /* [R, q_lora] */
+    void *q, *o;                    /* [R, H, d] */
+    void *kv;                       /* [R, d] */
+    float *ckv, *cgate;             /* [R, c*e] of either compressor */
+    void *iq, *iwt;                 /* [R, Hi, w], [R, Hi] */
+    int32_t *selected, *n_selected; /* [R, max_topk], [R] */
+    void *o_low;                    /* [R, G, o_lora] */
+    float *gate;                    /* [R, E] */
+    int32_t *experts;               /* [R, k] */
+    float *weights;                 /* [R, k] */
+    float *margin;                  /* [R] */
+    float *routed;                  /* [R, D] */
+    void *sg, *su;                  /* [R, inter] */
+    void *shared;                   /* [R, D] */
+    void *mtp_in;                   /* [R, hc, D]; MTP only */
+};
+
+struct model {
+    struct model_options opt;
+    struct model_weights *w;    /* owned */
+    struct kern_dev *dev;       /* owned */
+    const struct kern_ops *ops; /* borrowed from dev */
+    struct kern_stream *stream; /* borrowed from dev */
+    struct kern_kv_layout layout;
+    enum kern_dtype act;
+    float *inv_freq[2]; /* owned, device memory; as scratch.cos */
+    struct scratch s;   /* owned, device memory */
+};
+
+/* ------------------------------------------------------------------ opening */
+
+static void *rows(struct model *m, int64_t width, int64_t elem, bool *failed)
+{
+    int64_t n = (int64_t)m->opt.max_rows * (width > 0 ? width : 1);
+    void *p = kern_dev_alloc(m->dev, (size_t)(n * elem));
+    if (!p) *failed = true;
+    return p;
+}
+
+static int alloc_scratch(struct model *m, struct tow_err *err)
+{
+    const struct model_shape *s = &m->w->shape;
+    struct scratch *k = &m->s;
+    int64_t a = kern_dtype_bytes(m->act), f = 4, half = s->rd / 2;
+    int64_t widest = 2 * (int64_t)(s->d > s->index_dim ? s->d : s->index_dim);
+    bool bad = false;
+
+    k->h = rows(m, (int64_t)s->hc * s->D, a, &bad);
+    k->x = rows(m, s->D, a, &bad);
+    k->y = rows(m, s->D, a, &bad);
+    k->post = rows(m, s->hc, f, &bad);
+    k->comb = rows(m, (int64_t)s->hc * s->hc, f, &bad);
+    k->pos = rows(m, 1, f, &bad);
+    for (int i = 0; i < 2; i++) {
+        k->cos[i] = rows(m, half, f, &bad);
+        k->sin[i] = rows(m, half, f, &bad);
+        m->inv_freq[i] = kern_dev_alloc(m->dev, (size_t)(half > 0 ? half : 1) * sizeof(float));
+        if (!m->inv_freq[i]) bad = true;
+    }
+    k->qr = rows(m, s->q_lora, a, &bad);
+    k->q = rows(m, (int64_t)s->H * s->d, a, &bad);
+    k->o = rows(m, (int64_t)s->H * s->d, a, &bad);
+    k->kv = rows(m, s->d, a, &bad);
+    k->ckv = rows(m, widest, f, &bad);
+    k->cgate = rows(m, widest, f, &bad);
+    k->iq = rows(m, (int64_t)s->index_heads * s->index_dim, a, &bad);
+    k->iwt = rows(m, s->index_heads, a, &bad);
+    k->selected = rows(m, m->opt.max_topk, f, &bad);
+    k->n_selected = rows(m, 1, f, &bad);
+    k->o_low = rows(m, (int64_t)s->o_groups * s->o_lora, a, &bad);
+    k->gate = rows(m, s->E, f, &bad);
+    k->experts = rows(m, s->k, f, &bad);
+    k->weights = rows(m, s->k, f, &bad);
+    k->margin = rows(m, 1, f, &bad);
+    k->routed = rows(m, s->D, f, &bad);
+    k->sg = rows(m, s->inter, a, &bad);
+    k->su = rows(m, s->inter, a, &bad);
+    k->shared = rows(m, s->D, a, &bad);
+    if (m->opt.mtp) k->mtp_in = rows(m, (int64_t)s->hc * s->D, a, &bad);
+    if (bad)
+        return tow_fail(err, TOW_ENOMEM, "model: no memory for the scratch of %d rows",
+                        m->opt.max_rows);
+    return 0;
+}
+
+static void free_scratch(struct model *m)
+{
+    struct scratch *k = &m->s;
+    void *all[] = {k->h,           k->x,          k->y,      k->post,   k->comb,    k->pos,
+                   k->cos[0],      k->cos[1],     k->sin[0], k->sin[1], k->qr,      k->q,
+                   k->o,           k->kv,         k->ckv,    k->cgate,  k->iq,      k->iwt,
+                   k->selected,    k->n_selected, k->o_low,  k->gate,   k->experts, k->weights,
+                   k->margin,      k->routed,     k->sg,     k->su,     k->shared,  k->mtp_in,
+                   m->inv_freq[0], m->inv_freq[1]};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(m->dev, all[i]);
+}
+
+/* Quantizers work on fixed groups; say so by field before a kernel would. */
+static int check_deployed(const struct model_shape *s, const struct model_options *o,
+                          struct tow_err *err)
+{
+    if ((s->d - s->rd) % 64 != 0)
+        return tow_fail(
+            err, TOW_ECONFIG,
+            "head_dim %d less qk_rope_head_dim %d: deployed numerics quantize keys per 64, "
+            "so the difference must be a multiple of 64 (or use --numerics exact)",
+            s->d, s->rd);
+    if (o->ik_fmt == KERN_IK_F32)
+        return tow_fail(
+            err, TOW_ECONFIG,
+            "index-keys f32: only with --numerics exact; deployed takes fp4, fp8 or bf16");
+    return 0;
+}
+
+static int check_options(struct model *m, struct tow_err *err)
+{
+    struct model_options *o = &m->opt;
+    const struct model_shape *s = &m->w->shape;
+    if (o->max_rows < 1 || o->max_rows > MODEL_MAX_ROWS)
+        return tow_fail(err, TOW_ECONFIG, "rows of one pass: %d is not in 1..%d", o->max_rows,
+                        MODEL_MAX_ROWS);
+    if (o->max_topk == 0) o->max_topk = MODEL_MAX_TOPK;
+    if (o->index_topk == 0) o->index_topk = s->index_topk;
+    if (o->index_topk < 1 || o->index_topk > o->max_topk)
+        return tow_fail(err, TOW_ECONFIG, "index-topk: %d is not in 1..%d", o->index_topk,
+                        o->max_topk);
+    if (o->exact && (o->kv_fmt != KERN_KV_F32 || o->ik_fmt != KERN_IK_F32))
+        return tow_fail(err, TOW_ECONFIG, "numerics exact: kv-dtype and index-keys must be f32");
+    if (!o->exact) {
+        int rc = check_deployed(s, o, err);
+        if (rc < 0) return rc;
+    }
+    if (o->mtp && s->n_mtp == 0)
+        return tow_fail(err, TOW_ECONFIG, "mtp: the checkpoint has no MTP block");
+    return 0;
+}
+
+static void layout_spec(const struct model *m, struct kern_kv_spec *spec)
+{
+    const struct model_shape *s = &m->w->shape;
+    memset(spec, 0, sizeof *spec);
+    spec->n_mtp = m->opt.mtp ? 1 : 0;
+    spec->n_layers = s->n_layers + spec->n_mtp;
+    for (int32_t i = 0; i < spec->n_layers; i++) spec->ratios[i] = s->ratios[i];
+    spec->head_dim = s->d;
+    spec->rope_dim = s->rd;
+    spec->window = s->window;
+    spec->index_dim = s->index_dim;
+    spec->stream_width = s->hc * s->D;
+    spec->page_tokens = m->opt.page_tokens;
+    spec->kv_fmt = m->opt.kv_fmt;
+    spec->ik_fmt = m->opt.ik_fmt;
+}
+
+int model_open(struct model **out, const char *dir, const struct model_options *opt,
+               struct tow_err *err)
+{
+    struct model *m = calloc(1, sizeof *m);
+    if (!m) return tow_fail(err, TOW_ENOMEM, "model: no memory");
+    m->opt = *opt;
+    m->act = opt->exact ? KERN_F32 : KERN_BF16;
+
+    struct model_weights_options wo = {
+        .need_input_scales = !opt->exact && opt->expert_aq == KERN_AQ_NVFP4, .no_mtp = !opt->mtp};
+    struct kern_kv_spec spec;
+    int rc = model_weights_open(&m->w, dir, &wo, err);
+    if (rc < 0) goto fail;
+    rc = check_options(m, err);
+    if (rc < 0) goto fail;
+    layout_spec(m, &spec);
+    rc = kern_kv_layout_init(&m->layout, &spec, err);
+    if (rc < 0) goto fail;
+    rc = kern_dev_open(&m->dev, opt->device, opt->n_threads, err);
+    if (rc < 0) goto fail;
+    m->ops = kern_dev_ops(m->dev);
+    m->stream = kern_dev_stream(m->dev);
+    rc = alloc_scratch(m, err);
+    if (rc < 0) goto fail;
+    model_shape_inv_freq(&m->w->shape, 0, m->inv_freq[0]);
+    model_shape_inv_freq(&m->w->shape, 4, m->inv_freq[1]);
+    *out = m;
+    return 0;
+
+fail:
+    model_close(m);
+    return rc;
+}
+
+void model_close(struct model *m)
+{
+    if (!m) return;
+    if (m->dev) {
+        free_scratch(m);
+        kern_dev_close(m->dev);
+    }
+    model_weights_close(m->w);
+    free(m);
+}
+
+const struct model_weights *model_peek_weights(const struct model *m)
+{
+    return m->w;
+}
+
+const struct kern_kv_layout *model_peek_layout(const struct model *m)
+{
+    return &m->layout;
+}
+
+const struct model_options *model_peek_options(const struct model *m)
+{
+    return &m->opt;
+}
+
+struct kern_dev *model_peek_dev(struct model *m)
+{
+    return m->dev;
+}
+
+const void *model_peek_streams(const struct model *m)
+{
+    return m->s.h;
+}
+
+void model_tail_set(uint8_t *tail, int64_t pos, int64_t mtp_pos)
+{
+    struct kern_kv_tail_head head = {KERN_KV_TAIL_MAGIC, pos, mtp_pos, 0};
+    memcpy(tail, &head, sizeof head);
+}
+
+int64_t model_tail_pos(const uint8_t *tail)
+{
+    struct kern_kv_tail_head head;
+    memcpy(&head, tail, sizeof head);
+    return head.magic == KERN_KV_TAIL_MAGIC ? head.pos : -1;
+}
+
+int64_t model_tail_mtp_pos(const uint8_t *tail)
+{
+    struct kern_kv_tail_head head;
+    memcpy(&head, tail, sizeof head);
+    return head.magic == KERN_KV_TAIL_MAGIC ? head.mtp_pos : -1;
+}
+
+/* ------------------------------------------------------------------ one pass */
+
+/* What every step of one pass needs. rc is sticky: after a failure the remaining ops are skipped. */
+struct pass {
+    struct model *m;
+    const struct model_batch *b;
+    int32_t T;
+    int rc;
+};
+
+#define OP(p, op, ...)                                                                             \
+    do {                                                                                           \
+        struct kern_##op op_args = {__VA_ARGS__};                                                  \
+        if ((p)->rc == 0) (p)->rc = (p)->m->ops->op((p)->m->stream, &op_args);                     \
+    } while (0)
+
+static void tap(const struct pass *p, int32_t layer, const char *name, enum model_elem elem,
+                const void *data, int64_t width)
+{
+    struct model_tap *t = p->b->tap;
+    if (t && p->rc == 0 && kern_stream_sync(p->m->stream) == 0)
+        t->on_tensor(t->ctx, layer, name, elem, data, p->T, width);
+}
+
+static enum model_elem act_elem(const struct model *m)
+{
+    return m->act == KERN_F32 ? MODEL_ELEM_F32 : MODEL_ELEM_BF16;
+}
+
+/* Exact mode quantizes nothing; deployed mode quantizes in front of every weight that is stored quantized. */
+static enum kern_act_quant aq_for(const struct model *m, const struct kern_weight *w)
+{
+    if (m->opt.exact) return KERN_AQ_NONE;
+    switch (w->fmt) {
+    case KERN_W_FP8:
+    case KERN_W_MXFP4: return KERN_AQ_A128;
+    case KERN_W_NVFP4: return m->opt.expert_aq;
+    default: return KERN_AQ_NONE;
+    }
+}
+
+static void linear_rows(struct pass *p, const void *x, enum kern_dtype x_dtype,
+                        const struct kern_weight *w, void *y, enum kern_dtype y_dtype, int32_t T)
+{
+    OP(p, linear, .x = x, .w = *w, .y = y, .ld_x = w->k, .ld_y = w->n, .T = T, .N = w->n, .K = w->k,
+       .groups = 1, .x_dtype = x_dtype, .y_dtype = y_dtype, .aq = aq_for(p->m, w));
+}
+
+static void linear(struct pass *p, const void *x, const struct kern_weight *w, void *y)
+{
+    linear_rows(p, x, p->m->act, w, y, p->m->act, p->T);
+}
+
+/* Products the specification keeps in float32. */
+static void linear_f32(struct pass *p, const void *x, const struct kern_weight *w, float *y)
+{
+    linear_rows(p, x, p->m->act, w, y, KERN_F32, p->T);
+}
+
+static void rmsnorm(struct pass *p, const void *x, const struct kern_vec *w, void *y, int32_t T)
+{
+    OP(p, rmsnorm, .x = x, .w = *w, .y = y, .ld_x = w->n, .ld_y = w->n, .T = T, .D = w->n,
+       .eps = p->m->w->shape.norm_eps, .act = p->m->act);
+}
+
+static void collapse(struct pass *p, const struct model_hc *hc)
+{
+    const struct model_shape *s = &p->m->w->shape;
+    OP(p, hc_collapse, .h = p->m->s.h, .fn = hc->fn, .base = hc->base, .scale = hc->scale,
+       .x = p->m->s.x, .post = p->m->s.post, .comb = p->m->s.comb, .T = p->T, .hc = s->hc,
+       .D = s->D, .iters = s->hc_iters, .hc_eps = s->hc_eps, .norm_eps = s->norm_eps,
+       .act = p->m->act);
+}
+
+static void expand(struct pass *p)
+{
+    const struct model_shape *s = &p->m->w->shape;
+    OP(p, hc_expand, .y = p->m->s.y, .h = p->m->s.h, .post = p->m->s.post, .comb = p->m->s.comb,
+       .out = p->m->s.h, .T = p->T, .hc = s->hc, .D = s->D, .act = p->m->act);
+}
+
+static void compress(struct pass *p, int32_t at, const struct model_compressor *c, bool index)
+{
+    struct model *m = p->m;
+    linear_f32(p, m->s.x, &c->wkv, m->s.ckv);
+    linear_f32(p, m->s.x, &c->wgate, m->s.cgate);
+    tap(p, at, index ? "index.kv" : "main.kv", MODEL_ELEM_F32, m->s.ckv, c->wkv.n);
+    tap(p, at, index ? "index.gate" : "main.gate", MODEL_ELEM_F32, m->s.cgate, c->wgate.n);
+    OP(p, compress, .kv = m->s.ckv, .gate = m->s.cgate, .ape = c->ape, .norm = c->norm,
+       .inv_freq = m->inv_freq[1], .pages = p->b->pages, .layout = &m->layout, .layer = at,
+       .index = index, .seqs = p->b->seqs, .n_seqs = p->b->n_seqs, .eps = m->w->shape.norm_eps,
+       .act = m->act);
+}
+
+/* Scores of every visible entry of every row: [T, n], for a capture only. */
+static float *score_rows(struct pass *p, int64_t *n)
+{
+    int64_t most = 0;
+    for (int32_t i = 0; i < p->b->n_seqs; i++) {
+        int64_t e = (p->b->seqs[i].pos0 + p->b->seqs[i].n_rows) / 4;
+        if (e > most) most = e;
+    }
+    *n = most;
+    if (most == 0) return NULL;
+    float *scores = kern_dev_alloc(p->m->dev, (size_t)(most * p->T) * sizeof(float));
+    if (!scores && p->rc == 0) p->rc = TOW_ENOMEM;
+    return scores;
+}
+
+static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    struct model_tap *t = p->b->tap;
+    bool scored = t && t->scores;
+    int64_t n_scores = 0;
+
+    linear(p, m->s.qr, &L->index_wq_b, m->s.iq);
+    OP(p, index_query, .q = m->s.iq, .cos = m->s.cos[1], .sin = m->s.sin[1], .T = p->T,
+       .H = s->index_heads, .w = s->index_dim, .rd = s->rd, .fmt = m->opt.ik_fmt, .act = m->act);
+    tap(p, at, "index_q", act_elem(m), m->s.iq, (int64_t)s->index_heads * s->index_dim);
+    compress(p, at, &L->index_comp, true);
+    linear(p, m->s.x, &L->index_proj, m->s.iwt);
+    tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
+    float *scores = scored ? score_rows(p, &n_scores) : NULL;
+    OP(p, index_select, .q = m->s.iq, .wt = m->s.iwt,
+       .factor = (float)(1.0 / sqrt((double)s->index_dim) / sqrt((double)s->index_heads)),
+       .pages = p->b->pages, .layout = &m->layout, .layer = at, .seqs = p->b->seqs,
+       .n_seqs = p->b->n_seqs, .T = p->T, .H = s->index_heads, .selected = m->s.selected,
+       .n_selected = m->s.n_selected, .sel_ld = m->opt.max_topk, .scores = scores,
+       .score_ld = n_scores, .margin = scored ? m->s.margin : NULL, .act = m->act);
+    if (scored) {
+        if (scores) tap(p, at, "index_scores", MODEL_ELEM_F32, scores, n_scores);
+        tap(p, at, "index_margin", MODEL_ELEM_F32, m->s.margin, 1);
+        kern_dev_free(m->dev, scores);
+    }
+    tap(p, at, "index_selected", MODEL_ELEM_I32, m->s.selected, m->opt.max_topk);
+}
+
+/* s.x -> s.y; at = place in the layout. */
+static void attention(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const int f = L->ratio > 0; /* which rotation table */
+    const int64_t hd = (int64_t)s->H * s->d;
+
+    tap(p, at, "attn_x", act_elem(m), m->s.x, s->D);
+    linear(p, m->s.x, &L->wq_a, m->s.qr);
+    rmsnorm(p, m->s.qr, &L->q_norm, m->s.qr, p->T);
+    tap(p, at, "qr", act_elem(m), m->s.qr, s->q_lora);
+    linear(p, m->s.qr, &L->wq_b, m->s.q);
+    OP(p, heads_rope, .q = m->s.q, .cos = m->s.cos[f], .sin = m->s.sin[f], .T = p->T, .H = s->H,
+       .d = s->d, .rd = s->rd, .eps = s->norm_eps, .norm = true, .act = m->act);
+    tap(p, at, "q", act_elem(m), m->s.q, hd);
+    linear(p, m->s.x, &L->wkv, m->s.kv);
+    OP(p, kv_prep, .x = m->s.kv, .w = L->kv_norm, .cos = m->s.cos[f], .sin = m->s.sin[f],
+       .y = m->s.kv, .T = p->T, .d = s->d, .rd = s->rd, .eps = s->norm_eps, .act = m->act);
+    tap(p, at, "kv", act_elem(m), m->s.kv, s->d);
+
+    bool select = kern_kv_overlaps(L->ratio);
+    if (select) indexer(p, at, L);
+    if (L->ratio > 0) compress(p, at, &L->comp, false);
+    OP(p, attention, .q = m->s.q, .kv = m->s.kv, .sink = L->sink, .o = m->s.o, .pages = p->b->pages,
+       .layout = &m->layout, .layer = at, .seqs = p->b->seqs, .n_seqs = p->b->n_seqs,
+       .selected = select ? m->s.selected : NULL, .n_selected = select ? m->s.n_selected : NULL,
+       .sel_ld = m->opt.max_topk, .T = p->T, .H = s->H, .scale = (float)(1.0 / sqrt((double)s->d)),
+       .act = m->act);
+    OP(p, window_store, .kv = m->s.kv, .layout = &m->layout, .layer = at, .seqs = p->b->seqs,
+       .n_seqs = p->b->n_seqs, .act = m->act);
+    tap(p, at, "o_raw", act_elem(m), m->s.o, hd);
+
+    OP(p, heads_rope, .q = m->s.o, .cos = m->s.cos[f], .sin = m->s.sin[f], .T = p->T, .H = s->H,
+       .d = s->d, .rd = s->rd, .inverse = true, .act = m->act);
+    tap(p, at, "o", act_elem(m), m->s.o, hd);
+    /* wo_a is the one quantized weight whose input is not: the released model runs it as bf16. */
+    OP(p, linear, .x = m->s.o, .w = L->wo_a, .y = m->s.o_low, .ld_x = hd,
+       .ld_y = (int64_t)s->o_groups * s->o_lora, .T = p->T, .N = s->o_lora,
+       .K = (int32_t)(hd / s->o_groups), .groups = s->o_groups, .x_dtype = m->act,
+       .y_dtype = m->act, .aq = KERN_AQ_NONE, .round_w = !m->opt.exact);
+    tap(p, at, "o_low", act_elem(m), m->s.o_low, (int64_t)s->o_groups * s->o_lora);
+    linear(p, m->s.o_low, &L->wo_b, m->s.y);
+    tap(p, at, "attn_out", act_elem(m), m->s.y, s->D);
+}
+
+/* s.x -> s.y */
+static void experts(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    struct model_tap *t = p->b->tap;
+    bool margin = t && t->scores && !L->tid2eid;
+
+    tap(p, at, "ffn_x", act_elem(m), m->s.x, s->D);
+    linear_f32(p, m->s.x, &L->gate, m->s.gate);
+    OP(p, route, .logits = m->s.gate, .bias = L->gate_bias, .tid2eid = L->tid2eid,
+       .tid_bytes = L->tid_bytes, .ids = p->b->ids, .T = p->T, .E = s->E, .k = s->k, .V = s->V,
+       .scale = s->route_scale, .normalize = s->norm_topk && s->score != KERN_SCORE_SOFTMAX,
+       .score_fn = s->score, .experts = m->s.experts, .weights = m->s.weights,
+       .margin = margin ? m->s.margin : NULL);
+    tap(p, at, "experts", MODEL_ELEM_I32, m->s.experts, s->k);
+    tap(p, at, "expert_weights", MODEL_ELEM_F32, m->s.weights, s->k);
+    if (margin) tap(p, at, "expert_margin", MODEL_ELEM_F32, m->s.margin, 1);
+    OP(p, moe, .x = m->s.x, .experts = m->s.experts, .weights = m->s.weights, .w1 = L->w1,
+       .w2 = L->w2, .w3 = L->w3, .out = m->s.routed, .T = p->T, .D = s->D, .I = s->inter, .E = s->E,
+       .k = s->k, .limit = s->swiglu_limit, .aq = aq_for(m, &L->w1[0]), .act = m->act);
+    tap(p, at, "routed_out", MODEL_ELEM_F32, m->s.routed, s->D);
+    linear(p, m->s.x, &L->shared_w1, m->s.sg);
+    linear(p, m->s.x, &L->shared_w3, m->s.su);
+    OP(p, swiglu, .g = m->s.sg, .u = m->s.su, .y = m->s.sg, .T = p->T, .I = s->inter,
+       .limit = s->swiglu_limit, .act = m->act);
+    tap(p, at, "shared_act", act_elem(m), m->s.sg, s->inter);
+    linear(p, m->s.sg, &L->shared_w2, m->s.shared);
+    tap(p, at, "shared_out", act_elem(m), m->s.shared, s->D);
+    OP(p, add, .a = m->s.routed, .b = m->s.shared, .y = m->s.y, .n = (int64_t)p->T * s->D,
+       .act = m->act);
+    tap(p, at, "ffn_out", act_elem(m), m->s.y, s->D);
+}
+
+static void block(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+
+    collapse(p, &L->hc_attn);
+    tap(p, at, "attn_collapsed", act_elem(m), m->s.x, s->D);
+    rmsnorm(p, m->s.x, &L->attn_norm, m->s.x, p->T);
+    attention(p, at, L);
+    expand(p);
+    tap(p, at, "streams_mid", act_elem(m), m->s.h, (int64_t)s->hc * s->D);
+    collapse(p, &L->hc_ffn);
+    rmsnorm(p, m->s.x, &L->ffn_norm, m->s.x, p->T);
+    experts(p, at, L);
+    expand(p);
+    tap(p, at, "hidden", act_elem(m), m->s.h, (int64_t)s->hc * s->D);
+}
+
+/* Logits of the rows asked for, run by run of neighbouring rows, so that no gather is needed. */
+static void head(struct pass *p, const struct model_hc *hc, const struct kern_vec *norm)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const struct model_batch *b = p->b;
+    const int64_t a = kern_dtype_bytes(m->act);
+    for (int32_t i = 0; i < b->n_logit_rows;) {
+        int32_t n = 1, row = b->logit_rows[i];
+        while (i + n < b->n_logit_rows && b->logit_rows[i + n] == row + n) n++;
+        const uint8_t *h = (const uint8_t *)m->s.h + (int64_t)row * s->hc * s->D * a;
+        OP(p, hc_collapse, .h = h, .fn = hc->fn, .base = hc->base, .scale = hc->scale, .x = m->s.x,
+           .T = n, .hc = s->hc, .D = s->D, .iters = s->hc_iters, .hc_eps = s->hc_eps,
+           .norm_eps = s->norm_eps, .act = m->act);
+        rmsnorm(p, m->s.x, norm, m->s.x, n);
+        linear_rows(p, m->s.x, m->act, &m->w->head, b->logits + (int64_t)i * s->V, KERN_F32, n);
+        i += n;
+    }
+}
+
+static int check_batch(const struct model *m, const struct model_batch *b, struct tow_err *err)
+{
+    int32_t row = 0;
+    if (b->T < 0 || b->T > m->opt.max_rows)
+        return tow_fail(err, TOW_EINVAL, "batch: %d rows, at most %d", b->T, m->opt.max_rows);
+    for (int32_t i = 0; i < b->n_seqs; i++) {
+        const struct kern_seq *q = &b->seqs[i];
+        if (q->row0 != row || q->n_rows < 1 || q->pos0 < 0 || q->pos0 > INT32_MAX - q->n_rows)
+            return tow_fail(err, TOW_EINVAL,
+                            "batch: sequence %d: rows %d+%d at position %lld are not in order", i,
+                            q->row0, q->n_rows, (long long)q->pos0);
+        if (q->topk < 1 || q->topk > m->opt.max_topk)
+            return tow_fail(err, TOW_EINVAL, "batch: sequence %d: index_topk %d is not in 1..%d", i,
+                            q->topk, m->opt.max_topk);
+        if (kern_kv_pages_for(q->pos0 + q->n_rows, m->layout.page_tokens) > q->n_pages)
+            return tow_fail(err, TOW_EINVAL,
+                            "batch: sequence %d: %d pages hold less than %lld tokens", i,
+                            q->n_pages, (long long)(q->pos0 + q->n_rows));
+        row += q->n_rows;
+    }
+    if (row != b->T)
+        return tow_fail(err, TOW_EINVAL, "batch: sequences cover %d of %d rows", row, b->T);
+    for (int32_t i = 0; i < b->n_logit_rows; i++)
+        if (b->logit_rows[i] < 0 || b->logit_rows[i] >= b->T ||
+            (i && b->logit_rows[i] <= b->logit_rows[i - 1]))
+            return tow_fail(err, TOW_EINVAL, "batch: logit row %d is not in order",
+                            b->logit_rows[i]);
+    return 0;
+}
+
+static void rotation_tables(struct pass *p)
+{
+    struct model *m = p->m;
+    for (int32_t i = 0; i < p->b->n_seqs; i++)
+        for (int32_t r = 0; r < p->b->seqs[i].n_rows; r++)
+            m->s.pos[p->b->seqs[i].row0 + r] = (int32_t)(p->b->seqs[i].pos0 + r);
+    for (int f = 0; f < 2; f++)
+        OP(p, rope_table, .pos = m->s.pos, .inv_freq = m->inv_freq[f], .cos = m->s.cos[f],
+           .sin = m->s.sin[f], .T = p->T, .rd = m->w->shape.rd);
+}
+
+static int finish(struct pass *p, struct tow_err *err)
+{
+    if (p->rc == 0) p->rc = kern_stream_sync(p->m->stream);
+    if (p->rc < 0) return tow_fail(err, p->rc, "forward pass: %s", tow_err_text(p->rc));
+    return 0;
+}
+
+int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err)
+{
+    const struct model_shape *s = &m->w->shape;
+    struct pass p = {m, b, b->T, 0};
+    int rc = check_batch(m, b, err);
+    if (rc < 0 || b->T == 0) return rc;
+    bool part = b->first_layer != b->last_layer;
+    int32_t first = part ? b->first_layer : 0, last = part ? b->last_layer : s->n_layers;
+
+    rotation_tables(&p);
+    if (b->streams_in)
+        memcpy(m->s.h, b->streams_in,
+               (size_t)b->T * (size_t)(s->hc * s->D) * (size_t)kern_dtype_bytes(m->act));
+    else
+        OP(&p, embed, .ids = b->ids, .w = m->w->embed, .out = m->s.h, .T = b->T, .hc = s->hc,
+           .act = m->act);
+    for (int32_t i = first; i < last; i++) block(&p, i, &m->w->layers[i]);
+    head(&p, &m->w->hc_head, &m->w->norm);
+    rc = finish(&p, err);
+    if (rc == 0)
+        for (int32_t i = 0; i < b->n_seqs; i++) {
+            const struct kern_seq *q = &b->seqs[i];
+            int64_t mtp = q->pos0 == 0 ? 0 : model_tail_mtp_pos(q->tail);
+            model_tail_set(q->tail, q->pos0 + q->n_rows, mtp < 0 ? 0 : mtp);
+        }
+    return rc;
+}
+
+int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
+{
+    const struct model_shape *s = &m->w->shape;
+    struct pass p = {m, b, b->T, 0};
+    if (!m->opt.mtp) return tow_fail(err, TOW_EINVAL, "mtp: the model was opened without it");
+    int rc = check_batch(m, b, err);
+    if (rc < 0 || b->T == 0) return rc;
+    const struct model_mtp *w = &m->w->mtp[0];
+    const void *h = b->streams_in ? b->streams_in : m->s.h;
+
+    rotation_tables(&p);
+    OP(&p, embed, .ids = b->ids, .w = m->w->embed, .out = m->s.x, .T = b->T, .hc = 1,
+       .act = m->act);
+    rmsnorm(&p, m->s.x, &w->enorm, m->s.x, b->T);
+    linear(&p, m->s.x, &w->e_proj, m->s.y);
+    rmsnorm(&p, h, &w->hnorm, m->s.mtp_in, b->T * s->hc);
+    linear_rows(&p, m->s.mtp_in, m->act, &w->h_proj, m->s.h, m->act, b->T * s->hc);
+    OP(&p, mtp_mix, .e = m->s.y, .g = m->s.h, .out = m->s.h, .T = b->T, .hc = s->hc, .D = s->D,
+       .act = m->act);
+    block(&p, s->n_layers, &m->w->layers[s->n_layers]);
+    head(&p, &w->hc_head, &w->norm);
+    rc = finish(&p, err);
+    if (rc == 0)
+        for (int32_t i = 0; i < b->n_seqs; i++)
+            model_tail_set(b->seqs[i].tail, model_tail_pos(b->seqs[i].tail),
+                           b->seqs[i].pos0 + b->seqs[i].n_rows);
+    return rc;
+}

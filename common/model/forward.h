@@ -1,0 +1,96 @@
+/* model/forward.h - the model on one device: weights, layout, scratch, and the forward pass.
+ *
+ * Why      Prefill, decode and the operator's tools run the same pass; what differs is only which rows are
+ *          in a batch. It knows layers, weights and batches, and nothing of roles, requests or sockets.
+ * Owner    The engine thread (one at a time); nothing in here is shared.
+ * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing (a capture may).
+ *          The logits of a sequence are the same bits whatever the chunk size, the companions in the batch, the
+ *          number of threads and the process it runs in.
+ * Source   The model's specification; docs/numerics.md.
+ */
+#ifndef MODEL_FORWARD_H
+#define MODEL_FORWARD_H
+
+#include "common/model/weights.h"
+#include "kernels/kv_layout.h"
+#include "kernels/types.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+struct model;
+struct kern_dev;
+struct tow_err;
+
+enum { MODEL_MAX_TOPK = 4096, MODEL_MAX_ROWS = 65536 };
+
+struct model_options {
+    const char *device; /* "cpu" */
+    int32_t n_threads;  /* 0 = all cores */
+    bool exact;         /* --numerics exact; kv_fmt and ik_fmt must be F32 */
+    enum kern_kv_fmt kv_fmt;
+    enum kern_ik_fmt ik_fmt;
+    enum kern_act_quant expert_aq; /* NVFP4 experts: A128 (w4a8), NONE (w4a16), NVFP4 (w4a4) */
+    int32_t index_topk;            /* default of sequences; 0 = the checkpoint's */
+    int32_t max_topk;              /* most a sequence may ask; 0 = MODEL_MAX_TOPK */
+    int32_t max_rows;              /* rows of one pass: the chunk, or the decode batch */
+    int32_t page_tokens;           /* 0 = chosen by the layout */
+    bool mtp;                      /* keep the MTP block's state and allow model_mtp() */
+};
+
+/* Opens the checkpoint and the device. Caller frees with model_close(). Errors name the option. */
+int model_open(struct model **out, const char *dir, const struct model_options *opt,
+               struct tow_err *err);
+void model_close(struct model *m); /* NULL is fine */
+
+const struct model_weights *model_peek_weights(const struct model *m);
+const struct kern_kv_layout *model_peek_layout(const struct model *m);
+const struct model_options *model_peek_options(const struct model *m); /* with defaults filled in */
+struct kern_dev *model_peek_dev(struct model *m);
+
+/* What a capture is told of: name, and a [rows, width] array valid during the call only. */
+enum model_elem { MODEL_ELEM_F32, MODEL_ELEM_BF16, MODEL_ELEM_I32 };
+struct model_tap {
+    /* Names are the goldens': "hidden" [T, hc*D], "experts" "expert_weights" [T, k], "expert_margin" [T, 1],
+     * "index_scores" [T, entries], "index_selected" [T, sel_ld], "index_margin" [T, 1], and the compressors' rows
+     * "main.kv" "main.gate" "index.kv" "index.gate" [T, c*e] before the position bias; intermediates of a block
+     * (trace files): "attn_collapsed", "attn_x", "qr", "q", "kv", "index_q", "index_weights", "o_raw", "o", "o_low",
+     * "attn_out", "streams_mid", "ffn_x", "routed_out", "shared_act", "shared_out", "ffn_out". */
+    void (*on_tensor)(void *ctx, int32_t layer, const char *name, enum model_elem elem,
+                      const void *data, int64_t rows, int64_t width);
+    void *ctx;
+    bool scores; /* also compute index_scores, index_margin and expert_margin */
+};
+
+struct model_batch {
+    const int32_t *ids;          /* [T] */
+    int32_t T;                   /* <= max_rows */
+    const struct kern_seq *seqs; /* rows of all sequences cover 0 .. T-1 */
+    int32_t n_seqs;
+    uint8_t *pages;            /* base of the page pool */
+    const int32_t *logit_rows; /* [n_logit_rows] ascending; rows that need logits */
+    int32_t n_logit_rows;
+    float *logits;         /* [n_logit_rows, V] */
+    struct model_tap *tap; /* NULL = none */
+    /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D]; both 0 = all. */
+    int32_t first_layer, last_layer;
+    const void *streams_in;
+};
+
+/* Runs the rows through all layers, appends to each sequence's pages and tail, gives logits. 0, TOW_EINVAL (batch
+ * broken), TOW_EDEVICE. */
+int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err);
+
+/* The streams [T, hc, D] (act type) that leave the last layer of the last pass; borrowed until the next pass. */
+const void *model_peek_streams(const struct model *m);
+
+/* MTP block 0 over the rows of the last pass, or of streams_in: b->ids are the *next* tokens; b->seqs say the same
+ * rows and positions. Logits predict the token after next. */
+int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err);
+
+/* Tail header of a sequence: position reached. */
+void model_tail_set(uint8_t *tail, int64_t pos, int64_t mtp_pos);
+int64_t model_tail_pos(const uint8_t *tail); /* -1: not a tail */
+int64_t model_tail_mtp_pos(const uint8_t *tail);
+
+#endif
