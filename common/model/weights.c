@@ -150,8 +150,10 @@ static bool hf_name(const char *native, char out[NAME])
         }
     }
     if (rest == old) return false;
+    /* ".scale" of an fp8 matrix is renamed, "hc_attn_scale" is not. */
+    bool scale = rest[-1] == '.' && strcmp(rest, "scale") == 0;
     int n = snprintf(out, NAME, "model.%.*s%s%s", layer_len, native, new,
-                     strcmp(rest, "scale") == 0 ? "weight_scale_inv" : rest);
+                     scale ? "weight_scale_inv" : rest);
     return n < NAME;
 }
 

@@ -306,7 +306,7 @@ def hf_name(name):
         if rest.startswith(a):
             rest = b + rest[len(a):]
             break
-    if rest.endswith(".scale"):
+    if name.endswith(".scale"):         # of an fp8 matrix; hc_attn_scale keeps its name
         rest = rest[:-6] + ".weight_scale_inv"
     return "model.%s.%s.%s" % (layers, i, rest)
 
