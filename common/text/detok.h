@@ -24,8 +24,8 @@ struct text_detok {
     const struct text_tokenizer *tok; /* borrowed */
     bool skip_special;
     bool of_prompt; /* the held bytes began in the prompt */
-    uint8_t n_held; /* 0..3 bytes that begin a character */
-    uint8_t held[3];
+    uint8_t n_held; /* 0..3 bytes that begin a character, between calls */
+    uint8_t held[4];
 };
 
 void text_detok_init(struct text_detok *d, const struct text_tokenizer *tok, bool skip_special);

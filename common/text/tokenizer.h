@@ -7,7 +7,7 @@
  *          needs is taken for that call and freed with it.
  * Errors   TOW_EFORMAT for a tokenizer.json that is broken or uses a feature we do not have, naming
  *          file, field and value. TOW_EINVAL for text that is not UTF-8, with the byte offset.
- *          TOW_ETOOBIG when there are more ids than asked for or the text passes 1 GiB.
+ *          TOW_ETOOBIG when there are more ids than asked for or the text passes TEXT_MAX_TEXT.
  */
 #ifndef TOW_TEXT_TOKENIZER_H
 #define TOW_TEXT_TOKENIZER_H
@@ -22,7 +22,7 @@ struct text_tokenizer;
 typedef int32_t text_id; /* a token; never negative in what we give out */
 
 #define TEXT_MAX_ID   ((text_id)(1 << 24) - 1)
-#define TEXT_MAX_TEXT ((size_t)1 << 30) /* bytes of one encode */
+#define TEXT_MAX_TEXT ((size_t)64 << 20) /* bytes of one encode */
 #define TEXT_MAX_FILE ((size_t)64 << 20)
 
 /* Reads a tokenizer.json. Caller frees. On failure *out is untouched and *err says why. */
