@@ -13,8 +13,8 @@
 #include "router/http_conn.h"
 
 struct rtr_api;
-struct rtr_api_keys;
 struct text_tokenizer;
+struct tow_metrics;
 
 struct rtr_api_config {
     const char *http_addr;         /* "127.0.0.1:8000" */
@@ -25,9 +25,9 @@ struct rtr_api_config {
     uint32_t n_vocab;              /* ids of the model; token ids from clients are below it */
     uint32_t sse_keepalive_s;      /* 0: off */
     uint32_t max_pool_jobs;        /* large bodies being checked at once; 0: 64 */
-    bool allow_index_capture;
     bool default_thinking;         /* when the request does not say */
     struct rtr_http_limits limits; /* rtr_http_defaults to start from */
+    struct tow_metrics *metrics;   /* borrowed; what /metrics prints, and where we register ours */
 };
 void rtr_api_config_init(struct rtr_api_config *c); /* the defaults */
 
