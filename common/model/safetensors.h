@@ -17,14 +17,14 @@ struct tow_err;
 struct model_safetensors;
 
 /* X(enum, name in the file, bits per value) */
-#define MODEL_DTYPES(X)                                                                            \
-    X(F64, "F64", 64)                                                                              \
-    X(F32, "F32", 32)                                                                              \
-    X(F16, "F16", 16)                                                                              \
-    X(BF16, "BF16", 16) X(I64, "I64", 64) X(I32, "I32", 32) X(I16, "I16", 16) X(I8, "I8", 8)       \
-        X(U64, "U64", 64) X(U32, "U32", 32) X(U16, "U16", 16) X(U8, "U8", 8) X(BOOL, "BOOL", 8)    \
-            X(F8_E4M3, "F8_E4M3", 8) X(F8_E5M2, "F8_E5M2", 8) X(F8_E8M0, "F8_E8M0", 8)             \
-                X(C64, "C64", 64) X(F6_E2M3, "F6_E2M3", 6) X(F6_E3M2, "F6_E3M2", 6) X(F4, "F4", 4)
+/* clang-format off */
+#define MODEL_DTYPES(X) \
+    X(F64, "F64", 64) X(F32, "F32", 32) X(F16, "F16", 16) X(BF16, "BF16", 16) \
+    X(I64, "I64", 64) X(I32, "I32", 32) X(I16, "I16", 16) X(I8, "I8", 8) \
+    X(U64, "U64", 64) X(U32, "U32", 32) X(U16, "U16", 16) X(U8, "U8", 8) \
+    X(BOOL, "BOOL", 8) X(F8_E4M3, "F8_E4M3", 8) X(F8_E5M2, "F8_E5M2", 8) X(F8_E8M0, "F8_E8M0", 8) \
+    X(C64, "C64", 64) X(F6_E2M3, "F6_E2M3", 6) X(F6_E3M2, "F6_E3M2", 6) X(F4, "F4", 4)
+/* clang-format on */
 
 enum model_dtype {
 #define X(e, name, bits) MODEL_DT_##e,
