@@ -28,6 +28,10 @@ uint64_t net_loop_now_ms(struct net_loop *loop); /* tow_now_ms() of this pass of
 /* Borrowed until net_loop_free(); for handles of the programs themselves. */
 struct uv_loop_s *net_loop_uv(struct net_loop *loop);
 
+/* Counts something whose tear-down needs the loop to go on for a while: +1 when opened, -1 when
+ * gone. */
+void net_loop_hold(struct net_loop *loop, int delta);
+
 /* One shot or periodic. Made stopped. */
 typedef void (*net_timer_fn)(void *arg);
 int net_timer_open(struct net_timer **out, struct net_loop *loop, net_timer_fn on_timer, void *arg,
