@@ -19,6 +19,7 @@ struct net_ctl_server; /* a listening URL */
 struct net_ctl_dialer; /* keeps one connection to a URL */
 struct net_loop;
 struct tow_err;
+struct wire_msg;
 
 /* Callbacks of a connection; arg is the one given to listen or dial, per-connection data goes with
  * net_ctl_set_user(). The body is borrowed until on_frame returns. */
@@ -57,6 +58,8 @@ void net_ctl_dialer_close(struct net_ctl_dialer *d); /* also its connection. NUL
 /* Queues a copy of the frame. TOW_EPEER: closing already; TOW_EFULL: the peer does not read, the
  * connection is being closed; TOW_ETOOBIG: above the type's cap, nothing sent. */
 int net_ctl_send(struct net_ctl *c, uint16_t type, const void *body, uint32_t bytes);
+/* The same for a message of proto/messages.h; TOW_EINVAL when a field is above its cap. */
+int net_ctl_send_msg(struct net_ctl *c, const struct wire_msg *m);
 /* Drops what is unsent. on_close comes later with this code and text. */
 void net_ctl_close(struct net_ctl *c, int code, const char *why);
 /* Sends what is queued first (at most 1 s), then closes: for REFUSE and BYE. */
