@@ -45,6 +45,9 @@ struct net_link_stats {
     uint32_t eps, ops; /* open endpoints (closing ones too), operations in flight */
 };
 
+/* Environment defaults that UCX has to find. Before other threads start, if that can be; the
+ * operator's own UCX_ settings win. */
+void net_link_setup(void);
 int net_link_open(struct net_link **out, const struct net_link_hooks *hooks, struct tow_err *err);
 /* Closes endpoints, waits for what is in flight (at most a second), frees. Callbacks still pending
  * are made with TOW_ECANCEL. NULL is fine. */
@@ -60,7 +63,7 @@ bool net_link_has_cuda(const struct net_link *link); /* this UCX takes device po
 /* The worker's address, for peers; borrowed until net_link_free(). */
 const void *net_link_address(const struct net_link *link, size_t *bytes);
 
-/* Memory made by UCX, zeroed, so that peers on this host can map it. Page aligned, never moves. */
+/* Memory made by UCX, so that peers on this host can map it. Never moves. */
 int net_region_new(struct net_link *link, size_t bytes, struct net_region **out,
                    struct tow_err *err);
 void net_region_free(struct net_link *link, struct net_region *r); /* NULL is fine */
