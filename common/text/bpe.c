@@ -5,7 +5,10 @@
  *    for another and no memory grows.
  * 2. Short: an array of symbols, scanned for the best merge until there is none.
  * 3. Long: symbols in a linked list, candidate merges in a heap by (rank, position). An entry whose
- *    pair has changed since is dropped when it comes up.
+ *    pair has changed since is dropped when it comes up. Candidates of one rank nearly always come
+ *    in order of position: those wait in a queue of their rank, of which only the first is in the
+ *    heap. So the heap holds about as many entries as there are different pairs, not positions, and
+ *    stays in the cache: a megabyte of one letter is a matter of queues alone.
  * Before 2 and 3 the piece is cut wherever no merge can ever join the two bytes (left one ends,
  * right one begins), which is exact and makes long pieces shorter.
  *
@@ -33,6 +36,14 @@ struct text_bpe_symbol {
     text_id id;
     uint32_t prev, next; /* positions; NONE at the ends */
     uint32_t rank;       /* of the merge with next; NO_RANK when there is none, or this is gone */
+};
+
+struct text_bpe_queue {
+    uint32_t head, tail; /* places in waiting; 0: empty. Positions rise from head to tail. */
+};
+
+struct text_bpe_waiting {
+    uint32_t position, next;
 };
 
 struct text_bpe {
@@ -298,12 +309,59 @@ static int heap_push(struct text_bpe_scratch *w, uint64_t v, struct tow_err *err
     return 0;
 }
 
-static uint64_t heap_pop(struct text_bpe_scratch *w)
+static uint64_t entry(uint32_t rank, uint32_t position)
+{
+    return (uint64_t)rank << 32 | position;
+}
+
+/* A queue's head is in the heap too. What does not fit its order goes into the heap directly. */
+static int add_candidate(struct text_bpe_scratch *w, uint32_t rank, uint32_t position,
+                         struct tow_err *err)
+{
+    struct text_bpe_queue *q = &w->queues[rank];
+    if (q->head && w->waiting[q->tail].position >= position)
+        return heap_push(w, entry(rank, position), err);
+
+    uint32_t place = w->waiting_free;
+    if (place) {
+        w->waiting_free = w->waiting[place].next;
+    } else {
+        size_t want = w->waiting_n + 1;
+        int rc = grow((void **)&w->waiting, &w->waiting_cap, want, sizeof *w->waiting, err);
+        if (rc < 0) return rc;
+        place = (uint32_t)w->waiting_n++;
+    }
+    w->waiting[place] = (struct text_bpe_waiting){position, 0};
+    w->n_steps++;
+    if (q->head) {
+        w->waiting[q->tail].next = place;
+        q->tail = place;
+        return 0;
+    }
+    q->head = q->tail = place;
+    return heap_push(w, entry(rank, position), err);
+}
+
+/* Takes the best candidate; the heap must not be empty. */
+static uint64_t take_candidate(struct text_bpe_scratch *w)
 {
     uint64_t top = w->heap[0];
+    uint32_t rank = (uint32_t)(top >> 32);
+    struct text_bpe_queue *q = &w->queues[rank];
+    uint32_t place = q->head;
+    w->n_steps++;
+    if (place && w->waiting[place].position == (uint32_t)top) {
+        q->head = w->waiting[place].next;
+        w->waiting[place].next = w->waiting_free;
+        w->waiting_free = place;
+        if (q->head) { /* the next in the queue takes its place in the heap */
+            w->heap[0] = entry(rank, w->waiting[q->head].position);
+            sift_down(w, 0);
+            return top;
+        }
+    }
     w->heap[0] = w->heap[--w->heap_n];
     if (w->heap_n > 1) sift_down(w, 0);
-    w->n_steps++;
     return top;
 }
 
@@ -314,14 +372,23 @@ static int offer(const struct text_bpe *b, struct text_bpe_scratch *w, uint32_t 
     struct text_bpe_symbol *s = &w->symbols[i];
     s->rank = s->next == NONE ? NO_RANK : pair_rank(b, s->id, w->symbols[s->next].id);
     w->n_steps++;
-    return s->rank == NO_RANK ? 0 : heap_push(w, (uint64_t)s->rank << 32 | i, err);
+    return s->rank == NO_RANK ? 0 : add_candidate(w, s->rank, i, err);
+}
+
+static int make_queues(const struct text_bpe *b, struct text_bpe_scratch *w, struct tow_err *err)
+{
+    if (w->queues) return 0;
+    w->queues = calloc(b->max_merges + 1, sizeof *w->queues); /* pages untouched cost nothing */
+    if (!w->queues) return tow_fail(err, TOW_ENOMEM, "tokenizer: out of memory");
+    w->waiting_n = 1; /* place 0 means none */
+    return 0;
 }
 
 static int encode_long(const struct text_bpe *b, struct text_bpe_scratch *w, const uint8_t *piece,
                        size_t n, size_t max_ids, struct text_ids *out, struct tow_err *err)
 {
     int rc = grow((void **)&w->symbols, &w->symbols_cap, n, sizeof *w->symbols, err);
-    if (rc == 0) rc = grow((void **)&w->heap, &w->heap_cap, n, sizeof *w->heap, err);
+    if (rc == 0) rc = make_queues(b, w, err);
     if (rc < 0) return rc;
     struct text_bpe_symbol *sym = w->symbols;
     if (n > w->peak_symbols) w->peak_symbols = n;
@@ -331,17 +398,12 @@ static int encode_long(const struct text_bpe *b, struct text_bpe_scratch *w, con
                                           .prev = i ? (uint32_t)i - 1 : NONE,
                                           .next = i + 1 < n ? (uint32_t)i + 1 : NONE,
                                           .rank = NO_RANK};
-    w->heap_n = 0;
-    for (size_t i = 0; i + 1 < n; i++) {
-        sym[i].rank = pair_rank(b, sym[i].id, sym[i + 1].id);
-        if (sym[i].rank != NO_RANK) w->heap[w->heap_n++] = (uint64_t)sym[i].rank << 32 | i;
-    }
-    w->n_steps += 2 * n;
-    for (size_t i = w->heap_n / 4 + 1; i-- > 0;)
-        if (i < w->heap_n) sift_down(w, i);
+    w->n_steps += n;
+    for (size_t i = 0; i + 1 < n && rc == 0; i++) rc = offer(b, w, (uint32_t)i, err);
+    if (rc < 0) return rc;
 
     while (w->heap_n > 0) {
-        uint64_t top = heap_pop(w);
+        uint64_t top = take_candidate(w);
         uint32_t i = (uint32_t)top, rank = (uint32_t)(top >> 32);
         if (sym[i].rank != rank) continue; /* the pair is another one by now, or gone */
         uint32_t j = sym[i].next;
@@ -349,8 +411,8 @@ static int encode_long(const struct text_bpe *b, struct text_bpe_scratch *w, con
         sym[i].next = sym[j].next;
         sym[j].rank = NO_RANK;
         if (sym[j].next != NONE) sym[sym[j].next].prev = i;
-        rc = offer(b, w, i, err);
-        if (rc == 0 && sym[i].prev != NONE) rc = offer(b, w, sym[i].prev, err);
+        if (sym[i].prev != NONE) rc = offer(b, w, sym[i].prev, err);
+        if (rc == 0) rc = offer(b, w, i, err);
         if (rc < 0) return rc;
     }
     for (uint32_t i = 0; i != NONE && rc == 0; i = sym[i].next)
@@ -388,5 +450,7 @@ void text_bpe_scratch_fini(struct text_bpe_scratch *w)
 {
     free(w->symbols);
     free(w->heap);
+    free(w->queues);
+    free(w->waiting);
     memset(w, 0, sizeof *w);
 }

@@ -49,6 +49,10 @@ struct text_bpe_scratch {
     size_t symbols_cap;
     uint64_t *heap; /* owned; rank in the high half, position in the low */
     size_t heap_n, heap_cap;
+    struct text_bpe_queue *queues;    /* owned; by rank */
+    struct text_bpe_waiting *waiting; /* owned; what stands in the queues */
+    size_t waiting_n, waiting_cap;
+    uint32_t waiting_free; /* a list of places to use again; 0 ends it */
     uint64_t n_steps;      /* symbols looked at, heap entries moved: what the work is made of */
     uint64_t peak_symbols; /* of one piece through the heap */
 };
