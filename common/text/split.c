@@ -17,6 +17,7 @@
 #include <string.h>
 
 #include "common/base/err.h"
+#include "common/base/fault.h"
 #include "common/text/utf8.h"
 
 /* A match may take this many steps, and so many more for each byte of its piece. The machine code
@@ -225,7 +226,8 @@ int text_split_add(struct text_split *s, const char *pattern, size_t len, bool l
         return tow_fail(err, TOW_EFORMAT, "regex byte %zu: %s", (size_t)at, (const char *)why);
     }
     /* No JIT in this build, or no executable memory to be had: the interpreter will do. */
-    if (!s->want_jit || pcre2_jit_compile(re, PCRE2_JIT_COMPLETE) != 0) s->has_jit = false;
+    if (!s->want_jit || tow_fault("text.jit") || pcre2_jit_compile(re, PCRE2_JIT_COMPLETE) != 0)
+        s->has_jit = false;
     s->stages[s->n++] = (struct stage){.code = re, .behavior = behavior, .invert = invert};
     return 0;
 }

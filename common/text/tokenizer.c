@@ -13,6 +13,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "common/base/err.h"
 #include "common/text/added.h"
@@ -583,17 +584,21 @@ int text_tokenizer_load(struct text_tokenizer **out, const char *path, struct to
     char *data = NULL;
     FILE *f = fopen(path, "rb");
     if (!f) return tow_fail(err, TOW_EIO, "%s: %s", path, strerror(errno));
-    long size = fseek(f, 0, SEEK_END) == 0 ? ftell(f) : -1;
-    if (size < 0 || fseek(f, 0, SEEK_SET) != 0) {
+    struct stat st;
+    size_t size = 0;
+    if (fstat(fileno(f), &st) != 0) {
         rc = tow_fail(err, TOW_EIO, "%s: %s", path, strerror(errno));
-    } else if ((unsigned long)size > TEXT_MAX_FILE) {
-        rc = tow_fail(err, TOW_ETOOBIG, "%s: %ld bytes, at most %zu", path, size, TEXT_MAX_FILE);
-    } else if (!(data = malloc((size_t)size + 1))) {
+    } else if (!S_ISREG(st.st_mode)) {
+        rc = tow_fail(err, TOW_EIO, "%s: not a regular file", path);
+    } else if ((uint64_t)st.st_size > TEXT_MAX_FILE) {
+        rc = tow_fail(err, TOW_ETOOBIG, "%s: %lld bytes, at most %zu", path, (long long)st.st_size,
+                      TEXT_MAX_FILE);
+    } else if (!(data = malloc((size = (size_t)st.st_size) + 1))) {
         rc = tow_fail(err, TOW_ENOMEM, "%s: out of memory", path);
-    } else if (fread(data, 1, (size_t)size, f) != (size_t)size) {
-        rc = tow_fail(err, TOW_EIO, "%s: shorter than its %ld bytes", path, size);
+    } else if (fread(data, 1, size, f) != size) {
+        rc = tow_fail(err, TOW_EIO, "%s: shorter than its %zu bytes", path, size);
     } else {
-        rc = text_tokenizer_parse(out, path, data, (size_t)size, err);
+        rc = text_tokenizer_parse(out, path, data, size, err);
     }
     free(data);
     fclose(f);
