@@ -159,9 +159,7 @@ static bool holds(const struct wire_msg *m)
         return rows_hold(m->tokens.logprobs, m->tokens.ids.n, m->tokens.has_logprobs,
                          m->tokens.n_top);
     case WIRE_OFFER_MSG:
-        return m->offer.first.n == (m->offer.part.kind == WIRE_TAIL) &&
-               rows_hold(m->offer.logprobs, m->offer.first.n, m->offer.has_logprobs,
-                         m->offer.n_top);
+        return m->offer.part.kind == WIRE_TAIL || m->offer.note.len == 0;
     default: return true;
     }
 }

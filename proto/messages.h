@@ -26,6 +26,7 @@
 #define WIRE_MAX_NAME             64
 #define WIRE_MAX_VALUE            256
 #define WIRE_MAX_NOTE             512
+#define WIRE_MAX_TAIL_NOTE        2048
 #define WIRE_MAX_ADDRESS          4096
 #define WIRE_MAX_RKEY             1024
 #define WIRE_MAX_FACTS            16384 /* bytes of packed facts */
@@ -234,11 +235,8 @@ struct wire_ticket {
 #define WIRE_OFFER(F)                                                                              \
     F(ticket, ticket, 0, "")                                                                       \
     F(part, part, 0, "what to fetch")                                                              \
-    F(u32, position, WIRE_MAX_TOKENS, "tail: tokens the cache covers; page: 0")                    \
-    F(ids, first, 1, "tail: the first output token; page: none")                                   \
-    F(u8, has_logprobs, 1, "of the first token")                                                   \
-    F(u8, n_top, WIRE_MAX_TOP, "")                                                                 \
-    F(bytes, logprobs, 4 + 8 * WIRE_MAX_TOP, "as in TOKENS")
+    F(u32, n_pages, WIRE_MAX_TOKENS, "pages of the sequence in all, besides the tail")             \
+    F(bytes, note, WIRE_MAX_TAIL_NOTE, "tail: position and first output token; page: empty")
 #define WIRE_ACK(F)                                                                                \
     F(ticket, ticket, 0, "")                                                                       \
     F(u8, kind, 1, "0 page, 1 tail")                                                               \
@@ -254,6 +252,8 @@ struct wire_ticket {
     F(i16, code, 0, "why")
 #define WIRE_XPING(F) WIRE_PING(F)
 #define WIRE_XPONG(F) WIRE_PING(F)
+#define WIRE_XALIVE(F)                                                                             \
+    F(ticket, ticket, 0, "its job is alive though nothing is to be offered yet; renews the lease")
 
 /* M(name, NAME, number, first version, body cap, direction, note). Directions: W>R R>W both
  * (control plane); P>D D>P x (data plane, x is both ways). The cap is of the whole body, trailing
@@ -293,7 +293,8 @@ struct wire_ticket {
     M(nack, NACK, 71, 1, 4096, "D>P", "part refused: the ticket is dead")                          \
     M(xcancel, XCANCEL, 72, 1, 1024, "x", "the ticket is dead on the sender's side")               \
     M(xping, XPING, 73, 1, 1024, "x", "life sign, each second")                                    \
-    M(xpong, XPONG, 74, 1, 1024, "x", "answer")
+    M(xpong, XPONG, 74, 1, 1024, "x", "answer")                                                    \
+    M(xalive, XALIVE, 75, 1, 1024, "P>D", "the ticket's lease goes on")
 
 enum wire_type {
 #define M(name, NAME, number, since, cap, dir, note) WIRE_##NAME##_MSG = number,
