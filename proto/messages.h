@@ -91,6 +91,8 @@ struct wire_ticket {
     F(u32, max_batch, 65536, "decode: sequences per step; prefill: requests at once")              \
     F(u32, chunk_tokens, WIRE_MAX_TOKENS, "prefill: tokens per chunk; decode: 0")                  \
     F(u32, max_pending_tokens, UINT32_MAX, "prefill: prompt tokens it will queue; decode: 0")      \
+    F(u32, max_tickets, 65536, "tickets it holds at once")                                         \
+    F(u32, reserve_tokens, WIRE_MAX_TOKENS, "decode: outputs it reserves pages for; prefill: 0")   \
     F(bytes, data_address, WIRE_MAX_ADDRESS, "data-plane (UCX) worker address")                    \
     F(text, status_url, WIRE_MAX_VALUE, "ADDR:PORT of its own /health, or empty")                  \
     F(bytes, facts, WIRE_MAX_FACTS, "fingerprint: class u8, field text, value text, repeated")
