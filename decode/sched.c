@@ -289,6 +289,14 @@ static void put_token(struct dec_sched *d, struct dec_seq *s, const struct dec_t
     if (s->n_output == s->max_output) finish(d, s, WIRE_FINISH_LENGTH, 0, now_ms, out);
 }
 
+/* A failure of the other side must not look like one of ours: the router judges us by it. */
+static int as_seen_here(int code)
+{
+    bool as_it_is = code == TOW_ETIME || code == TOW_EDIGEST || code == TOW_ECANCEL ||
+                    code == TOW_EDRAIN || code == TOW_ESTATE;
+    return as_it_is ? code : TOW_EPEER;
+}
+
 static void on_loaded(struct dec_sched *d, const struct dec_event *ev, struct dec_actions *out)
 {
     struct dec_seq *s = find_exact(d, ev->ticket);
@@ -298,7 +306,7 @@ static void on_loaded(struct dec_sched *d, const struct dec_event *ev, struct de
     if (s->state == DEC_SEQ_CLOSING) {
         closed(d, s, ev->now_ms, out);
     } else if (ev->code < 0) {
-        close_seq(d, s, ev->code, "the pages did not arrive", ev->now_ms, out);
+        close_seq(d, s, as_seen_here(ev->code), "the pages did not arrive", ev->now_ms, out);
     } else if (ev->position != s->n_tokens) {
         close_seq(d, s, TOW_EWIRE, "the tail covers another number of tokens", ev->now_ms, out);
     } else {

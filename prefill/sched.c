@@ -357,6 +357,14 @@ static void on_part(struct pre_sched *p, const struct pre_event *ev)
     if (j->state == PRE_JOB_SHIPPING) kv_table_drop(&j->table, p->pool, ev->index);
 }
 
+/* A failure of the other side must not look like one of ours: the router judges us by it. */
+static int as_seen_here(int code)
+{
+    bool as_it_is = code == TOW_ETIME || code == TOW_ECANCEL || code == TOW_EFULL ||
+                    code == TOW_EDRAIN || code == TOW_ESTATE;
+    return as_it_is ? code : TOW_EPEER;
+}
+
 static void on_ended(struct pre_sched *p, const struct pre_event *ev, struct pre_actions *out)
 {
     struct pre_job *j = find_exact(p, ev->ticket);
@@ -365,7 +373,7 @@ static void on_ended(struct pre_sched *p, const struct pre_event *ev, struct pre
     if (j->state == PRE_JOB_CLOSING) {
         if (!j->computing) closed(p, j, ev->now_ms, out);
     } else if (ev->code < 0) {
-        close_job(p, j, ev->code, "the pages did not arrive", ev->now_ms, out);
+        close_job(p, j, as_seen_here(ev->code), "the pages did not arrive", ev->now_ms, out);
     } else if (j->state != PRE_JOB_SHIPPING) {
         close_job(p, j, TOW_EWIRE, "the move ended before its tail", ev->now_ms, out);
     } else {

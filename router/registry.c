@@ -1,0 +1,367 @@
+/* router/registry.c - see registry.h for the chart.
+ *
+ * Others' share of a worker is what its heartbeat reports as taken beyond what we hold ourselves. Messages
+ * of one worker come in order, and it reports an end only after its pages are back, so this never
+ * overestimates for long; where it underestimates the worker's own DENY decides.
+ */
+#include "router/registry.h"
+
+#include "common/base/err.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define SUSPECT_AFTER 2u /* heartbeats missed */
+#define DEAD_AFTER    5u
+#define PAUSE_MIN_MS  1000u
+#define PAUSE_MAX_MS  8000u
+
+void rtr_registry_init(struct rtr_registry *g, uint32_t heartbeat_ms, uint32_t stall_ms,
+                       const char *join_token)
+{
+    memset(g, 0, sizeof *g);
+    g->heartbeat_ms = heartbeat_ms;
+    g->stall_ms = stall_ms;
+    if (join_token) snprintf(g->join_token, sizeof g->join_token, "%s", join_token);
+}
+
+void rtr_registry_fini(struct rtr_registry *g)
+{
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) free(g->workers[i].facts);
+    memset(g, 0, sizeof *g);
+}
+
+static void set_state(struct rtr_worker *w, enum rtr_worker_state to)
+{
+    static const uint8_t legal[] = {
+        [RTR_GONE] = 1 << RTR_STARTING,
+        [RTR_STARTING] = 1 << RTR_SERVING | 1 << RTR_SUSPECT | 1 << RTR_GONE,
+        [RTR_SERVING] = 1 << RTR_SUSPECT | 1 << RTR_GONE,
+        [RTR_SUSPECT] = 1 << RTR_SERVING | 1 << RTR_STARTING | 1 << RTR_GONE,
+    };
+    if (w->state == to) return;
+    tow_assert(legal[w->state] & 1 << to);
+    w->state = to;
+}
+
+const char *rtr_worker_state_name(const struct rtr_worker *w)
+{
+    if (w->state == RTR_GONE) return "gone";
+    if (w->state == RTR_SUSPECT) return "suspect";
+    if (w->draining) return "draining";
+    if (w->circuit != RTR_CLOSED) return "failing";
+    return w->state == RTR_STARTING ? "starting" : "serving";
+}
+
+/* --- joining ------------------------------------------------------------------------------------------ */
+
+static bool find_fact(struct wire_bytes facts, struct wire_text field, struct wire_fact *out)
+{
+    size_t at = 0;
+    while (wire_next_fact(facts, &at, out))
+        if (out->field.len == field.len && memcmp(out->field.data, field.data, field.len) == 0)
+            return true;
+    return false;
+}
+
+static void say_diff(struct rtr_join *j, struct wire_text field, struct wire_text ours,
+                     struct wire_text theirs)
+{
+    wire_text_copy(field, j->field, sizeof j->field);
+    wire_text_copy(ours, j->ours, sizeof j->ours);
+    wire_text_copy(theirs, j->theirs, sizeof j->theirs);
+}
+
+/* Every fact of a class in `mask` must stand in both lists with one value. */
+static bool facts_agree(struct wire_bytes ours, struct wire_bytes theirs, unsigned mask,
+                        struct rtr_join *diff)
+{
+    struct wire_fact a, b;
+    size_t at = 0;
+    while (wire_next_fact(ours, &at, &a)) {
+        if (a.class >= WIRE_FACT_FREE || !(mask & 1u << a.class)) continue;
+        bool there = find_fact(theirs, a.field, &b);
+        if (there && a.value.len == b.value.len && !memcmp(a.value.data, b.value.data, a.value.len))
+            continue;
+        say_diff(diff, a.field, a.value, there ? b.value : wire_text("(absent)"));
+        return false;
+    }
+    at = 0;
+    while (wire_next_fact(theirs, &at, &b)) {
+        if (b.class >= WIRE_FACT_FREE || !(mask & 1u << b.class)) continue;
+        if (find_fact(ours, b.field, &a)) continue;
+        say_diff(diff, b.field, wire_text("(absent)"), b.value);
+        return false;
+    }
+    return true;
+}
+
+static struct wire_bytes facts_of(const struct rtr_worker *w)
+{
+    return (struct wire_bytes){w->facts, w->facts_bytes};
+}
+
+static int refuse(struct rtr_join *j, int code, const char *field, const char *ours,
+                  const char *theirs, struct tow_err *err)
+{
+    snprintf(j->field, sizeof j->field, "%s", field);
+    snprintf(j->ours, sizeof j->ours, "%s", ours);
+    snprintf(j->theirs, sizeof j->theirs, "%s", theirs);
+    return tow_fail(err, code, "%s is %s, must be %s", field, theirs, ours);
+}
+
+/* Without an early way out, so that the time says nothing about the secret. */
+static bool token_matches(const struct rtr_registry *g, struct wire_bytes theirs)
+{
+    size_t n = strlen(g->join_token);
+    unsigned diff = n != theirs.len;
+    for (size_t i = 0; i < n; i++)
+        diff |= (unsigned)((uint8_t)g->join_token[i] ^
+                           (theirs.len ? ((const uint8_t *)theirs.data)[i % theirs.len] : 0));
+    return n == 0 || diff == 0;
+}
+
+static bool is_silent(const struct rtr_registry *g, const struct rtr_worker *w, uint64_t now_ms)
+{
+    return now_ms > w->heard_ms + (uint64_t)SUSPECT_AFTER * g->heartbeat_ms;
+}
+
+int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m, uint64_t now_ms,
+                       struct rtr_join *j, struct tow_err *err)
+{
+    char a[64], b[64];
+    memset(j, 0, sizeof *j);
+    j->slot = j->replaced = RTR_NO_WORKER;
+    if (!token_matches(g, m->join_token))
+        return refuse(j, TOW_EAUTH, "join_token", "the router's", "another", err);
+    if (m->version_max < WIRE_PROTOCOL_MIN || m->version_min > WIRE_PROTOCOL_MAX ||
+        m->version_min > m->version_max) {
+        snprintf(a, sizeof a, "%u..%u", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
+        snprintf(b, sizeof b, "%u..%u", m->version_min, m->version_max);
+        return refuse(j, TOW_EMISMATCH, "version", a, b, err);
+    }
+    if (m->pages == 0) return refuse(j, TOW_EINVAL, "pages", "at least 1", "0", err);
+    if (m->page_tokens == 0) return refuse(j, TOW_EINVAL, "page_tokens", "at least 1", "0", err);
+    if (m->max_context == 0) return refuse(j, TOW_EINVAL, "max_context", "at least 1", "0", err);
+    if (m->max_tickets == 0) return refuse(j, TOW_EINVAL, "max_tickets", "at least 1", "0", err);
+    if (m->role == WIRE_PREFILL_ROLE && m->max_pending_tokens == 0)
+        return refuse(j, TOW_EINVAL, "max_pending_tokens", "at least 1", "0", err);
+
+    uint32_t same = rtr_registry_by_name(g, m->name), unused = RTR_NO_WORKER;
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
+        const struct rtr_worker *w = &g->workers[i];
+        if (w->state == RTR_GONE) {
+            /* Never used first, then the one gone longest. */
+            if (unused == RTR_NO_WORKER || w->heard_ms < g->workers[unused].heard_ms) unused = i;
+            continue;
+        }
+        if (i == same) continue;
+        if (w->page_tokens != m->page_tokens) {
+            snprintf(a, sizeof a, "%u", w->page_tokens);
+            snprintf(b, sizeof b, "%u", m->page_tokens);
+            return refuse(j, TOW_EMISMATCH, "page_tokens", a, b, err);
+        }
+        unsigned mask = 1u << WIRE_FACT_WIRE | 1u << WIRE_FACT_LAYOUT | 1u << WIRE_FACT_MODEL;
+        if (!facts_agree(facts_of(w), m->facts, mask, j))
+            return tow_fail(err, TOW_EMISMATCH, "%s is %s, must be %s as of worker %s", j->field,
+                            j->theirs, j->ours, w->name);
+    }
+    if (same != RTR_NO_WORKER && g->workers[same].state != RTR_GONE) {
+        const struct rtr_worker *w = &g->workers[same];
+        if (w->incarnation != m->incarnation && !is_silent(g, w, now_ms)) {
+            snprintf(a, sizeof a, "one that no live worker has");
+            return refuse(j, TOW_EBUSY, "name", a, w->name, err);
+        }
+        j->replaced = same;
+        j->old_conn = w->conn;
+    }
+    j->slot = same != RTR_NO_WORKER ? same : unused;
+    if (j->slot == RTR_NO_WORKER) {
+        snprintf(a, sizeof a, "at most %d", RTR_MAX_WORKERS);
+        return refuse(j, TOW_EFULL, "workers", a, "one more", err);
+    }
+    return 0;
+}
+
+int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *j, uint64_t conn,
+                       const struct wire_hello *m, uint64_t now_ms, struct tow_err *err)
+{
+    struct rtr_worker *w = &g->workers[j->slot];
+    tow_assert(w->state == RTR_GONE && w->tickets == 0);
+    uint8_t *facts = malloc(m->facts.len ? m->facts.len : 1);
+    if (!facts) return tow_fail(err, TOW_ENOMEM, "no memory for the facts of a worker");
+    if (m->facts.len) memcpy(facts, m->facts.data, m->facts.len);
+    free(w->facts);
+    bool known = wire_text_is(m->name, w->name);
+    struct rtr_worker old = *w;
+    memset(w, 0, sizeof *w);
+    if (known) { /* failures outlive a restart */
+        w->circuit = old.circuit;
+        w->failures = old.failures;
+        w->pause_ms = old.pause_ms;
+        w->reopen_ms = old.reopen_ms;
+        w->total_failures = old.total_failures;
+    }
+    w->facts = facts;
+    w->facts_bytes = m->facts.len;
+    w->role = (enum wire_role)m->role;
+    wire_text_copy(m->name, w->name, sizeof w->name);
+    wire_text_copy(m->status_url, w->status_url, sizeof w->status_url);
+    w->incarnation = m->incarnation;
+    w->conn = conn;
+    w->heard_ms = w->joined_ms = w->progress_ms = now_ms;
+    w->pages = m->pages;
+    w->page_tokens = m->page_tokens;
+    w->max_context = m->max_context;
+    w->max_batch = m->max_batch ? m->max_batch : 1;
+    w->chunk_tokens = m->chunk_tokens;
+    w->max_pending_tokens = m->max_pending_tokens;
+    w->max_tickets = m->max_tickets;
+    w->reserve_tokens = m->reserve_tokens;
+    w->address_bytes = m->data_address.len;
+    if (m->data_address.len) memcpy(w->address, m->data_address.data, m->data_address.len);
+    w->beat.pages_free = m->pages;
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
+        g->proof[j->slot][i] = g->proof[i][j->slot] = RTR_UNPROVED;
+        g->retry_ms[j->slot][i] = g->retry_ms[i][j->slot] = 0;
+    }
+    set_state(w, RTR_STARTING);
+    g->joins++;
+    return 0;
+}
+
+void rtr_registry_lost(struct rtr_registry *g, uint32_t slot)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    tow_assert(w->tickets == 0 && w->held_pages == 0 && w->held_tokens == 0);
+    set_state(w, RTR_GONE);
+    w->conn = 0;
+    w->warm = w->draining = false;
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++)
+        g->proof[slot][i] = g->proof[i][slot] = RTR_UNPROVED;
+    g->losses++;
+}
+
+uint32_t rtr_registry_by_conn(const struct rtr_registry *g, uint64_t conn)
+{
+    for (uint32_t i = 0; conn && i < RTR_MAX_WORKERS; i++)
+        if (g->workers[i].conn == conn) return i;
+    return RTR_NO_WORKER;
+}
+
+uint32_t rtr_registry_by_name(const struct rtr_registry *g, struct wire_text name)
+{
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++)
+        if (g->workers[i].name[0] && wire_text_is(name, g->workers[i].name)) return i;
+    return RTR_NO_WORKER;
+}
+
+bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                      struct rtr_join *diff)
+{
+    return facts_agree(facts_of(&g->workers[prefill]), facts_of(&g->workers[decode]),
+                       1u << WIRE_FACT_NUMERICS, diff);
+}
+
+/* --- life signs ------------------------------------------------------------------------------------------ */
+
+void rtr_registry_heard(struct rtr_registry *g, uint32_t slot, uint64_t now_ms)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    w->heard_ms = now_ms;
+    if (w->state == RTR_SUSPECT) set_state(w, w->warm ? RTR_SERVING : RTR_STARTING);
+}
+
+void rtr_registry_beat(struct rtr_registry *g, uint32_t slot, const struct wire_heartbeat *m,
+                       uint64_t now_ms)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    bool idle = m->running == 0; /* tickets that wait for another worker are no work of this one */
+    if (idle || m->progress != w->beat.progress) w->progress_ms = now_ms;
+    w->beat = *m;
+    uint32_t taken = m->pages_free < w->pages ? w->pages - m->pages_free : 0;
+    w->foreign_pages = taken > w->held_pages ? taken - w->held_pages : 0;
+    w->foreign_tickets = m->tickets > w->tickets ? m->tickets - w->tickets : 0;
+    w->foreign_tokens = m->queued_tokens > w->held_tokens ? m->queued_tokens - w->held_tokens : 0;
+    if (m->state == WIRE_DRAINING) w->draining = true;
+}
+
+bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, const char **why)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    if (now_ms > w->heard_ms + (uint64_t)DEAD_AFTER * g->heartbeat_ms) {
+        *why = "5 heartbeats missed";
+        return false;
+    }
+    if (w->beat.state == WIRE_STUCK || now_ms > w->progress_ms + g->stall_ms) {
+        *why = "it has work and makes no progress";
+        return false;
+    }
+    if (w->state != RTR_SUSPECT && is_silent(g, w, now_ms)) set_state(w, RTR_SUSPECT);
+    return true;
+}
+
+void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    w->warm = true;
+    if (w->state == RTR_STARTING) set_state(w, RTR_SERVING);
+}
+
+/* --- failures ------------------------------------------------------------------------------------------- */
+
+void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    w->failures++;
+    w->total_failures++;
+    if (w->circuit == RTR_CLOSED && w->failures < RTR_TRIP) return;
+    w->pause_ms = w->pause_ms ? 2 * w->pause_ms : PAUSE_MIN_MS;
+    if (w->pause_ms > PAUSE_MAX_MS) w->pause_ms = PAUSE_MAX_MS;
+    w->circuit = RTR_OPEN;
+    w->probes = 0;
+    w->reopen_ms = now_ms + w->pause_ms;
+}
+
+void rtr_registry_worked(struct rtr_registry *g, uint32_t slot)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    w->failures = 0;
+    w->pause_ms = 0;
+    w->probes = 0;
+    w->circuit = RTR_CLOSED;
+}
+
+void rtr_registry_busy(struct rtr_registry *g, uint32_t slot, uint32_t retry_ms, uint64_t now_ms)
+{
+    uint32_t ms = retry_ms < 20 ? 20 : retry_ms > 1000 ? 1000 : retry_ms;
+    g->workers[slot].busy_until_ms = now_ms + ms;
+}
+
+bool rtr_registry_open(struct rtr_registry *g, uint32_t slot, bool warm_up, uint64_t now_ms)
+{
+    struct rtr_worker *w = &g->workers[slot];
+    if (w->circuit == RTR_OPEN && now_ms >= w->reopen_ms) {
+        w->circuit = RTR_HALF_OPEN;
+        w->probes = 0;
+    }
+    if (w->draining || now_ms < w->busy_until_ms) return false;
+    if (w->state != RTR_SERVING && !(warm_up && w->state == RTR_STARTING)) return false;
+    if (w->tickets + w->foreign_tickets >= w->max_tickets) return false;
+    return w->circuit == RTR_CLOSED || (w->circuit == RTR_HALF_OPEN && w->probes == 0);
+}
+
+uint32_t rtr_registry_free_pages(const struct rtr_registry *g, uint32_t slot)
+{
+    const struct rtr_worker *w = &g->workers[slot];
+    uint64_t used = (uint64_t)w->held_pages + w->foreign_pages;
+    return used < w->pages ? (uint32_t)(w->pages - used) : 0;
+}
+
+uint64_t rtr_registry_free_tokens(const struct rtr_registry *g, uint32_t slot)
+{
+    const struct rtr_worker *w = &g->workers[slot];
+    uint64_t used = w->held_tokens + w->foreign_tokens;
+    return used < w->max_pending_tokens ? w->max_pending_tokens - used : 0;
+}

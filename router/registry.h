@@ -1,0 +1,128 @@
+/* router/registry.h - the workers of this router: who may join, how they are, which pairs are proved.
+ *
+ * Why      A request is placed by what is known here: capacity, load, life signs, proofs, failures.
+ * Owner    The loop thread, through router/route. Pure: time is an argument, nothing is sent from here.
+ *
+ *   (free) --join--> STARTING --warm-up passed--> SERVING --2 heartbeats missed--> SUSPECT --heard--> SERVING
+ *                       |                            |                               |
+ *                       +--- connection closed, 5 missed, replaced, stuck -----------+--> GONE
+ *   DRAINING is a flag beside the state: no new work, the old goes on.
+ *
+ * state     true in it                                         deadline
+ * STARTING  joined; only warm-up requests go there             5 heartbeats of silence
+ * SERVING   a real request went through it                     2 heartbeats: SUSPECT
+ * SUSPECT   no new work                                        5 heartbeats: GONE
+ * GONE      no connection; the slot keeps name and failures    -
+ *
+ * Failures are remembered by name across restarts: `RTR_TRIP` in a row open the circuit; after a pause
+ * (1 s, doubled up to 8 s) one request at a time probes; one success closes it. Being busy is no failure.
+ */
+#ifndef RTR_REGISTRY_H
+#define RTR_REGISTRY_H
+
+#include "proto/messages.h"
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#define RTR_MAX_WORKERS 64
+#define RTR_TRIP        3
+#define RTR_NO_WORKER   UINT32_MAX
+
+struct tow_err;
+
+enum rtr_worker_state { RTR_GONE, RTR_STARTING, RTR_SERVING, RTR_SUSPECT };
+enum rtr_circuit { RTR_CLOSED, RTR_OPEN, RTR_HALF_OPEN };
+enum rtr_proof { RTR_UNPROVED, RTR_PROVING, RTR_PROVED, RTR_REFUTED };
+
+struct rtr_worker {
+    enum rtr_worker_state state;
+    bool warm, draining;
+    enum wire_role role;
+    char name[WIRE_MAX_NAME + 1];
+    uint64_t incarnation;
+    uint64_t conn; /* the server's id of its connection; 0: none */
+    uint64_t heard_ms, joined_ms;
+
+    uint32_t pages, page_tokens, max_context, max_batch, chunk_tokens, max_pending_tokens;
+    uint32_t max_tickets, reserve_tokens;
+    uint8_t address[WIRE_MAX_ADDRESS];
+    uint32_t address_bytes;
+    char status_url[WIRE_MAX_VALUE + 1];
+    uint8_t *facts; /* owned: as HELLO brought them */
+    uint32_t facts_bytes;
+
+    /* What our own tickets hold there, and what others hold by the last heartbeat. */
+    uint32_t held_pages, tickets;
+    uint64_t held_tokens; /* prefill: prompt tokens sent and not reported computed */
+    uint32_t foreign_pages, foreign_tickets;
+    uint64_t foreign_tokens;
+    struct wire_heartbeat beat; /* the last one */
+    uint64_t progress_ms;       /* when beat.progress last moved, or it had nothing to do */
+    uint64_t busy_until_ms;     /* it said no: not before */
+    uint64_t picked;            /* order number of the last pick, to spread ties */
+
+    enum rtr_circuit circuit;
+    uint32_t failures; /* in a row */
+    uint32_t pause_ms;
+    uint64_t reopen_ms; /* OPEN: when to probe */
+    uint32_t probes;    /* HALF_OPEN: requests out */
+    uint64_t total_failures;
+};
+
+struct rtr_registry {
+    struct rtr_worker workers[RTR_MAX_WORKERS];
+    uint8_t proof[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* [prefill][decode]: enum rtr_proof */
+    uint64_t retry_ms[RTR_MAX_WORKERS][RTR_MAX_WORKERS];
+    uint32_t heartbeat_ms, stall_ms;
+    char join_token[257]; /* "" : none asked for */
+    uint64_t picks;
+    uint64_t joins, refusals, losses; /* counters */
+};
+
+void rtr_registry_init(struct rtr_registry *g, uint32_t heartbeat_ms, uint32_t stall_ms,
+                       const char *join_token);
+void rtr_registry_fini(struct rtr_registry *g);
+
+struct rtr_join {
+    uint32_t slot; /* on success */
+    uint32_t
+        replaced; /* a slot (may be the same) whose old connection is dead now, or RTR_NO_WORKER */
+    uint64_t old_conn; /* of it: close */
+    char field[WIRE_MAX_NAME + 1], ours[WIRE_MAX_VALUE + 1],
+        theirs[WIRE_MAX_VALUE + 1]; /* on refusal */
+};
+/* Admits or refuses. Wire, model and layout facts must equal those of all live workers; numerics may
+ * differ (such pairs are not made); free ones too. When *join->replaced is set, the caller has to end the old
+ * tickets before it uses the slot: check() says so without admitting. */
+int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m, uint64_t now_ms,
+                       struct rtr_join *join, struct tow_err *err);
+int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *join, uint64_t conn,
+                       const struct wire_hello *m, uint64_t now_ms, struct tow_err *err);
+void rtr_registry_lost(struct rtr_registry *g, uint32_t slot);
+uint32_t rtr_registry_by_conn(const struct rtr_registry *g, uint64_t conn);
+uint32_t rtr_registry_by_name(const struct rtr_registry *g,
+                              struct wire_text name); /* GONE ones too */
+void rtr_registry_heard(struct rtr_registry *g, uint32_t slot, uint64_t now_ms);
+void rtr_registry_beat(struct rtr_registry *g, uint32_t slot, const struct wire_heartbeat *m,
+                       uint64_t now_ms);
+/* Judges silence and standstill. False: it is dead now, *why a literal; call lost after ending its tickets. */
+bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, const char **why);
+
+/* Numerics equal, so that a link is worth proving. False with *field set: which one differs. */
+bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                      struct rtr_join *diff);
+
+void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot); /* a request went through it */
+void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms);
+void rtr_registry_worked(struct rtr_registry *g, uint32_t slot);
+void rtr_registry_busy(struct rtr_registry *g, uint32_t slot, uint32_t retry_ms, uint64_t now_ms);
+/* May a request go there? warm_up: into STARTING ones too. A pick of a HALF_OPEN one counts as its probe. */
+bool rtr_registry_open(struct rtr_registry *g, uint32_t slot, bool warm_up, uint64_t now_ms);
+uint32_t rtr_registry_free_pages(const struct rtr_registry *g, uint32_t slot);
+uint64_t rtr_registry_free_tokens(const struct rtr_registry *g, uint32_t slot);
+
+const char *
+rtr_worker_state_name(const struct rtr_worker *w); /* "starting", "draining" ...; static */
+
+#endif
