@@ -8,6 +8,7 @@ one() { # NAME COMMAND...
     name=$1; shift
     if "$@" >"$log" 2>&1; then
         passed=$((passed + 1)); echo "ok   $name"
+        sed -n 's/^no \(.*\)/skip no \1/p' "$log" | sort -u
     else
         rc=$?; failed=$((failed + 1)); echo "FAIL $name (exit $rc)"; tail -n 60 "$log"
     fi
