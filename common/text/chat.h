@@ -60,8 +60,8 @@ struct text_chat_options {
  * auto. tool_name is borrowed from the value. */
 int text_chat_set_tool_choice(struct text_chat_options *o, const struct json *value,
                               struct tow_err *err);
-/* "high" and "max" as the release knows them; "none", "minimal", "low", "medium" and NULL are none;
- * anything else TOW_EINVAL. */
+/* "high" or "max", the only two the format knows; NULL is none; anything else is TOW_EINVAL. Names an
+ * API knows besides (low, medium, ...) are for the caller to map. */
 int text_chat_set_effort(struct text_chat_options *o, const char *name, struct tow_err *err);
 
 /* What the model is to write next, taken from the prompt that was really built. */
