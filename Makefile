@@ -9,13 +9,19 @@ WERROR  ?= 0
 PREFIX  ?= /usr/local
 B       := build/$(VARIANT)
 
-CC      ?= gcc
+# make's own default would be cc.
+ifeq ($(origin CC),default)
+CC      := gcc
+endif
 CFLAGS_release := -O3 -g
 CFLAGS_asan    := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer
 CFLAGS_tsan    := -O1 -g -fsanitize=thread -fno-omit-frame-pointer
 CFLAGS_fuzz    := -O1 -g -fsanitize=address,undefined,fuzzer-no-link -fno-omit-frame-pointer
 ifeq ($(VARIANT),fuzz)
 CC      := clang
+else
+# Text is cut on purpose wherever it has a bound, and gcc guesses wrongly about instrumented code.
+CFLAGS_quiet := -Wno-format-truncation $(if $(filter asan tsan,$(VARIANT)),-Wno-maybe-uninitialized)
 endif
 
 PKGS    := libuv nng libcjson libpcre2-8 libxxhash
@@ -34,7 +40,7 @@ endif
 
 # Sums must not depend on what the compiler contracts: fma is written where it is meant.
 CFLAGS  += -std=c17 -Wall -Wextra -Wshadow -D_GNU_SOURCE -I. -MMD -MP -ffp-contract=off -fno-strict-aliasing \
-           $(DEFS) $(PKG_CFLAGS) $(CFLAGS_$(VARIANT))
+           $(DEFS) $(PKG_CFLAGS) $(CFLAGS_$(VARIANT)) $(CFLAGS_quiet)
 ifeq ($(WERROR),1)
 CFLAGS  += -Werror
 endif

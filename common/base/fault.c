@@ -13,24 +13,24 @@
 enum { MAX_ARMED = 16, MAX_PLACES = 256, NAME_BYTES = 48 };
 
 struct armed {
-    char               name[NAME_BYTES]; /* "*" matches every place */
-    uint64_t           nth, passes;
-    bool               always;
+    char name[NAME_BYTES]; /* "*" matches every place */
+    uint64_t nth, passes;
+    bool always;
     enum tow_fault_act act;
 };
 
 struct place {
-    char     name[NAME_BYTES];
+    char name[NAME_BYTES];
     uint64_t passes;
 };
 
-_Atomic int            tow_fault_on;
+_Atomic int tow_fault_on;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
-static struct armed    armed[MAX_ARMED];
-static size_t          n_armed;
-static struct place    places[MAX_PLACES];
-static size_t          n_places;
-static uint64_t        all_passes, n_fired;
+static struct armed armed[MAX_ARMED];
+static size_t n_armed;
+static struct place places[MAX_PLACES];
+static size_t n_places;
+static uint64_t all_passes, n_fired;
 
 static struct place *find_place(const char *name)
 {
@@ -54,7 +54,7 @@ static void count_pass(const char *name)
 
 bool tow_fault_hit(const char *name)
 {
-    bool               acts = false;
+    bool acts = false;
     enum tow_fault_act act = TOW_FAULT_FAIL;
     pthread_mutex_lock(&lock);
     count_pass(name);
@@ -99,9 +99,10 @@ int tow_fault_arm(const char *name, uint64_t nth, bool always, enum tow_fault_ac
 
 static int bad_text(const char *item, size_t len, struct tow_err *err)
 {
-    return tow_fail(err, TOW_EINVAL,
-                    "fault '%.*s': must be NAME=N[+][:fail|kill|stop] with N from 1, comma-separated",
-                    (int)(len < 200 ? len : 200), item);
+    return tow_fail(
+        err, TOW_EINVAL,
+        "fault '%.*s': must be NAME=N[+][:fail|kill|stop] with N from 1, comma-separated",
+        (int)(len < 200 ? len : 200), item);
 }
 
 static int arm_item(const char *item, size_t len, struct tow_err *err)
@@ -112,7 +113,7 @@ static int arm_item(const char *item, size_t len, struct tow_err *err)
     memcpy(name, item, (size_t)(eq - item));
     name[eq - item] = 0;
 
-    uint64_t    nth = 0;
+    uint64_t nth = 0;
     const char *p = eq + 1;
     for (; p < end && *p >= '0' && *p <= '9' && nth < UINT64_MAX / 10 - 1; p++)
         nth = nth * 10 + (uint64_t)(*p - '0');
@@ -121,7 +122,7 @@ static int arm_item(const char *item, size_t len, struct tow_err *err)
     enum tow_fault_act act = TOW_FAULT_FAIL;
     if (p < end) {
         static const char *const words[] = {":fail", ":kill", ":stop"};
-        int                      i = 0;
+        int i = 0;
         while (i < 3 && ((size_t)(end - p) != strlen(words[i]) || memcmp(p, words[i], 5) != 0)) i++;
         if (i == 3) return bad_text(item, len, err);
         act = (enum tow_fault_act)i;
@@ -134,7 +135,7 @@ int tow_fault_arm_text(const char *text, struct tow_err *err)
 {
     for (;;) {
         size_t len = strcspn(text, ",");
-        int    rc = arm_item(text, len, err);
+        int rc = arm_item(text, len, err);
         if (rc < 0) return rc;
         if (!text[len]) return 0;
         text += len + 1;
@@ -159,7 +160,7 @@ uint64_t tow_fault_passes(const char *name)
 {
     pthread_mutex_lock(&lock);
     const struct place *p = find_place(name);
-    uint64_t            n = !strcmp(name, "*") ? all_passes : p ? p->passes : 0;
+    uint64_t n = !strcmp(name, "*") ? all_passes : p ? p->passes : 0;
     pthread_mutex_unlock(&lock);
     return n;
 }

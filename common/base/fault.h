@@ -19,18 +19,20 @@
 struct tow_buf;
 struct tow_err;
 
-extern _Atomic int tow_fault_on;   /* written by the functions below only */
+extern _Atomic int tow_fault_on; /* written by the functions below only */
 bool tow_fault_hit(const char *name);
 
 /* True when this place has to fail now. */
-#define tow_fault(name)                                                                \
-    (__builtin_expect(atomic_load_explicit(&tow_fault_on, memory_order_relaxed), 0) && \
-     tow_fault_hit(name))
+static inline bool tow_fault(const char *name)
+{
+    return __builtin_expect(atomic_load_explicit(&tow_fault_on, memory_order_relaxed), 0) &&
+           tow_fault_hit(name);
+}
 
 enum tow_fault_act {
-    TOW_FAULT_FAIL,   /* tow_fault() returns true */
-    TOW_FAULT_KILL,   /* the process kills itself with SIGKILL, as an out-of-memory killer would */
-    TOW_FAULT_STOP,   /* the process stops itself with SIGSTOP; goes on, unharmed, on SIGCONT */
+    TOW_FAULT_FAIL, /* tow_fault() returns true */
+    TOW_FAULT_KILL, /* the process kills itself with SIGKILL, as an out-of-memory killer would */
+    TOW_FAULT_STOP, /* the process stops itself with SIGSTOP; goes on, unharmed, on SIGCONT */
 };
 
 /* The nth pass (from 1) of `name` acts, and with `always` each later one too. name "*": any place, so
@@ -44,8 +46,8 @@ void tow_fault_watch(void);
 /* Off, with nothing armed and all counts forgotten. */
 void tow_fault_reset(void);
 
-uint64_t tow_fault_passes(const char *name);   /* since the last reset, while on; "*": all together */
-uint64_t tow_fault_fired(void);                /* how often a place was made to fail since then */
+uint64_t tow_fault_passes(const char *name); /* since the last reset, while on; "*": all together */
+uint64_t tow_fault_fired(void);              /* how often a place was made to fail since then */
 /* Appends one line "NAME PASSES" for each place passed. */
 void tow_fault_print(struct tow_buf *out);
 

@@ -21,12 +21,12 @@
 enum { CACHE_LINE = 64, MAX_EVENT_BYTES = 4096, MAX_CAPACITY = 1 << 24 };
 
 struct tow_inbox {
-    size_t         event_bytes;
-    size_t         cell_bytes; /* turn + event, 8-byte aligned */
-    uint64_t       mask;       /* capacity - 1 */
-    unsigned char *cells;      /* owned */
+    size_t event_bytes;
+    size_t cell_bytes;    /* turn + event, 8-byte aligned */
+    uint64_t mask;        /* capacity - 1 */
+    unsigned char *cells; /* owned */
     tow_inbox_wake wake;
-    void          *wake_arg; /* borrowed for the inbox's life */
+    void *wake_arg; /* borrowed for the inbox's life */
     _Alignas(CACHE_LINE) _Atomic uint64_t tail;
     _Alignas(CACHE_LINE) _Atomic uint64_t head; /* written by the owner only */
     _Alignas(CACHE_LINE) _Atomic int awake;
@@ -50,7 +50,8 @@ int tow_inbox_new(struct tow_inbox **out, uint32_t capacity, size_t event_bytes,
         event_bytes > MAX_EVENT_BYTES)
         return tow_fail(err, TOW_EINVAL, "inbox: %u events of %zu bytes; 1 to %d of 1 to %d",
                         capacity, event_bytes, (int)MAX_CAPACITY, (int)MAX_EVENT_BYTES);
-    uint64_t n = 2; /* with one cell, "readable" and "writable a lap later" would be the same turn */
+    uint64_t n =
+        2; /* with one cell, "readable" and "writable a lap later" would be the same turn */
     while (n < capacity) n *= 2;
     struct tow_inbox *in = aligned_alloc(CACHE_LINE, sizeof *in);
     if (!in) return tow_fail(err, TOW_ENOMEM, "inbox: out of memory");
@@ -132,7 +133,7 @@ int tow_inbox_take(struct tow_inbox *in, void *event)
 uint32_t tow_inbox_drain(struct tow_inbox *in, uint32_t max, tow_inbox_on_event on_event, void *arg)
 {
     _Alignas(16) unsigned char event[MAX_EVENT_BYTES];
-    uint32_t                   n = 0;
+    uint32_t n = 0;
     while (n < max) {
         if (!tow_inbox_take(in, event)) return n;
         on_event(arg, event);

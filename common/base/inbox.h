@@ -23,8 +23,8 @@ typedef void (*tow_inbox_on_event)(void *arg, const void *event);
 
 /* capacity: 1 to 2^24 events, rounded up to a power of two (2 at least). event_bytes: 1 to 4096; copied in and
  * out (a pointer is an event of sizeof(void *)). wake: NULL when the owner polls. */
-int  tow_inbox_new(struct tow_inbox **out, uint32_t capacity, size_t event_bytes,
-                   tow_inbox_wake wake, void *wake_arg, struct tow_err *err);
+int tow_inbox_new(struct tow_inbox **out, uint32_t capacity, size_t event_bytes,
+                  tow_inbox_wake wake, void *wake_arg, struct tow_err *err);
 /* No thread may post any more. Events still inside are dropped: drain first when they own things. */
 void tow_inbox_free(struct tow_inbox *in);
 
@@ -36,10 +36,11 @@ int tow_inbox_post(struct tow_inbox *in, const void *event);
 int tow_inbox_take(struct tow_inbox *in, void *event);
 /* Owner: calls on_event for at most max events; returns how many. When it stops at max with more
  * inside, it wakes the owner again, so that nothing is left lying. */
-uint32_t tow_inbox_drain(struct tow_inbox *in, uint32_t max, tow_inbox_on_event on_event, void *arg);
+uint32_t tow_inbox_drain(struct tow_inbox *in, uint32_t max, tow_inbox_on_event on_event,
+                         void *arg);
 
 uint32_t tow_inbox_capacity(const struct tow_inbox *in);
-uint32_t tow_inbox_count(const struct tow_inbox *in);     /* [any thread] a moment's value */
-uint64_t tow_inbox_refused(const struct tow_inbox *in);   /* [any thread] posts that found it full */
+uint32_t tow_inbox_count(const struct tow_inbox *in);   /* [any thread] a moment's value */
+uint64_t tow_inbox_refused(const struct tow_inbox *in); /* [any thread] posts that found it full */
 
 #endif

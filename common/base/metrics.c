@@ -19,7 +19,13 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_SERIES = 4096, MAX_BOUNDS = 64, MAX_COLLECT = 16, MAX_LABELS = 8, MAX_LABEL_TEXT = 1024 };
+enum {
+    MAX_SERIES = 4096,
+    MAX_BOUNDS = 64,
+    MAX_COLLECT = 16,
+    MAX_LABELS = 8,
+    MAX_LABEL_TEXT = 1024
+};
 enum kind { COUNTER, GAUGE, HISTOGRAM };
 static const char *const kind_names[] = {"counter", "gauge", "histogram"};
 
@@ -30,40 +36,40 @@ struct tow_gauge {
     _Atomic uint64_t bits;
 };
 struct tow_histogram {
-    size_t           n_bounds;
-    double           bounds[MAX_BOUNDS];
+    size_t n_bounds;
+    double bounds[MAX_BOUNDS];
     _Atomic uint64_t buckets[MAX_BOUNDS + 1]; /* not cumulative; the last is +Inf */
     _Atomic uint64_t sum_bits;
 };
 
 struct series {
-    struct series *next;   /* owned */
-    char          *labels; /* owned; `a="x",b="y"`, or "" */
+    struct series *next; /* owned */
+    char *labels;        /* owned; `a="x",b="y"`, or "" */
     union {
-        struct tow_counter   counter;
-        struct tow_gauge     gauge;
+        struct tow_counter counter;
+        struct tow_gauge gauge;
         struct tow_histogram histogram; /* allocated only as far as the kind needs */
     } u;
 };
 
 struct family {
     struct family *next; /* owned */
-    char          *name; /* owned; without the prefix */
-    char          *help; /* owned; as given */
-    enum kind      kind;
+    char *name;          /* owned; without the prefix */
+    char *help;          /* owned; as given */
+    enum kind kind;
     struct series *first, **last;
 };
 
 struct tow_metrics {
     pthread_mutex_t lock;
-    struct family  *first, **last;
-    size_t          n_series, n_collect;
+    struct family *first, **last;
+    size_t n_series, n_collect;
     struct {
         tow_metrics_collect fn;
-        void               *arg;
+        void *arg;
     } collect[MAX_COLLECT];
     struct tow_err wrong; /* the first registration that failed */
-    struct series  nowhere[3];
+    struct series nowhere[3];
 };
 
 int tow_metrics_new(struct tow_metrics **out, struct tow_err *err)
@@ -144,7 +150,8 @@ static int name_check(const char *name, const char *help, enum kind kind, struct
         return tow_fail(err, TOW_EINVAL, "metric '%s': needs a name of a-z, 0-9, _ and a help text",
                         name ? name : "");
     if ((kind == COUNTER) != ends_with(name, "_total"))
-        return tow_fail(err, TOW_EINVAL, "metric '%s': counters, and only they, end in _total", name);
+        return tow_fail(err, TOW_EINVAL, "metric '%s': counters, and only they, end in _total",
+                        name);
     if (ends_with(name, "_bucket") || ends_with(name, "_sum") || ends_with(name, "_count"))
         return tow_fail(err, TOW_EINVAL, "metric '%s': _bucket, _sum, _count belong to histograms",
                         name);
@@ -412,7 +419,7 @@ static void put_head(struct tow_buf *out, const struct family *f, const struct s
 static void put_histogram(struct tow_buf *out, const struct family *f, const struct series *s)
 {
     const struct tow_histogram *h = &s->u.histogram;
-    uint64_t                    below = 0;
+    uint64_t below = 0;
     for (size_t i = 0; i <= h->n_bounds; i++) {
         double le = i < h->n_bounds ? h->bounds[i] : INFINITY;
         below += atomic_load_explicit(&h->buckets[i], memory_order_relaxed);

@@ -17,12 +17,12 @@
 struct tow_buf;
 struct tow_err;
 struct tow_metrics;
-struct tow_counter;     /* borrowed from the registry, as long as it lives */
+struct tow_counter; /* borrowed from the registry, as long as it lives */
 struct tow_gauge;
 struct tow_histogram;
 
-int  tow_metrics_new(struct tow_metrics **out, struct tow_err *err);
-void tow_metrics_free(struct tow_metrics *m);   /* NULL is fine; no update may follow */
+int tow_metrics_new(struct tow_metrics **out, struct tow_err *err);
+void tow_metrics_free(struct tow_metrics *m); /* NULL is fine; no update may follow */
 
 /* labels: NULL, or {"name", "value", ..., NULL}; copied. The same name and labels again give the same
  * handle. At most 4096 series in one registry. */
@@ -44,14 +44,14 @@ struct tow_histogram *tow_histogram(struct tow_metrics *m, const char *name, con
 int tow_metrics_check(struct tow_metrics *m, struct tow_err *err);
 
 /* [any thread] */
-void     tow_counter_add(struct tow_counter *c, uint64_t n);
+void tow_counter_add(struct tow_counter *c, uint64_t n);
 uint64_t tow_counter_value(const struct tow_counter *c);
-void     tow_gauge_set(struct tow_gauge *g, double value);
-void     tow_gauge_add(struct tow_gauge *g, double delta);
-double   tow_gauge_value(const struct tow_gauge *g);
-void     tow_histogram_observe(struct tow_histogram *h, double value);   /* NaN is not counted */
+void tow_gauge_set(struct tow_gauge *g, double value);
+void tow_gauge_add(struct tow_gauge *g, double delta);
+double tow_gauge_value(const struct tow_gauge *g);
+void tow_histogram_observe(struct tow_histogram *h, double value); /* NaN is not counted */
 uint64_t tow_histogram_count(const struct tow_histogram *h);
-double   tow_histogram_sum(const struct tow_histogram *h);
+double tow_histogram_sum(const struct tow_histogram *h);
 
 /* Called at the start of each print, on the printing thread, to set gauges that are cheaper to
  * compute than to keep. At most 16. arg is borrowed as long as the registry lives. */

@@ -20,38 +20,38 @@ struct tow_buf;
 struct tow_err;
 
 struct tow_addr {
-    char     host[256];   /* name or number, without the brackets of [::1] */
-    uint16_t port;        /* 0: any free one */
+    char host[256]; /* name or number, without the brackets of [::1] */
+    uint16_t port;  /* 0: any free one */
 };
 
 struct tow_strings {
-    const char **items;   /* owned by the tow_opts */
-    size_t       n;
+    const char **items; /* owned by the tow_opts */
+    size_t n;
 };
 
-enum tow_opt_type {      /* *out is */
-    TOW_OPT_STRING,      /* const char *, owned by the tow_opts */
-    TOW_OPT_INT,         /* int64_t, min to max */
-    TOW_OPT_BYTES,       /* uint64_t, min to max; 512, 64K, 8M, 2G, 1T (powers of 1024) */
-    TOW_OPT_FLOAT,       /* double, fmin to fmax, finite */
-    TOW_OPT_ENUM,        /* int, index in choices */
-    TOW_OPT_BOOL,        /* bool; --name alone means true, else --name=true|false */
-    TOW_OPT_ADDR,        /* struct tow_addr; ADDR:PORT or [ADDR]:PORT */
-    TOW_OPT_URLS,        /* struct tow_strings; comma-separated; choices lists the schemes allowed */
+enum tow_opt_type {                 /* *out is */
+                    TOW_OPT_STRING, /* const char *, owned by the tow_opts */
+                    TOW_OPT_INT,    /* int64_t, min to max */
+                    TOW_OPT_BYTES, /* uint64_t, min to max; 512, 64K, 8M, 2G, 1T (powers of 1024) */
+                    TOW_OPT_FLOAT, /* double, fmin to fmax, finite */
+                    TOW_OPT_ENUM,  /* int, index in choices */
+                    TOW_OPT_BOOL,  /* bool; --name alone means true, else --name=true|false */
+                    TOW_OPT_ADDR,  /* struct tow_addr; ADDR:PORT or [ADDR]:PORT */
+                    TOW_OPT_URLS, /* struct tow_strings; comma-separated; choices lists the schemes allowed */
 };
 
 struct tow_opt {
-    const char        *name;      /* lower case, dashes: "max-queued" */
-    enum tow_opt_type  type;
-    void              *out;
-    const char        *def;       /* default, as a user would write it; NULL: *out is left as it was */
-    bool               required;  /* must be given when def is NULL */
-    const char        *otherwise; /* shown in --help when def is NULL: "all cores" */
-    int64_t            min, max;
-    double             fmin, fmax;
-    const char *const *choices;   /* NULL-terminated: values of an ENUM, schemes of URLS */
-    const char        *unit;      /* "ms", "tokens"; NULL when it has none */
-    const char        *help;      /* one line */
+    const char *name; /* lower case, dashes: "max-queued" */
+    enum tow_opt_type type;
+    void *out;
+    const char *def;       /* default, as a user would write it; NULL: *out is left as it was */
+    bool required;         /* must be given when def is NULL */
+    const char *otherwise; /* shown in --help when def is NULL: "all cores" */
+    int64_t min, max;
+    double fmin, fmax;
+    const char *const *choices; /* NULL-terminated: values of an ENUM, schemes of URLS */
+    const char *unit;           /* "ms", "tokens"; NULL when it has none */
+    const char *help;           /* one line */
 };
 
 enum tow_opt_source { TOW_FROM_DEFAULT, TOW_FROM_FILE, TOW_FROM_ENV, TOW_FROM_FLAG };
@@ -60,12 +60,12 @@ struct tow_opts;
 
 /* All borrowed as long as the tow_opts lives. */
 struct tow_opts_spec {
-    const char           *program;        /* "towpath-router" */
-    const char           *about;          /* one line for --help */
-    const char           *operands;       /* "FILE" for the usage line; NULL when there are none */
-    size_t                max_operands;
+    const char *program;  /* "towpath-router" */
+    const char *about;    /* one line for --help */
+    const char *operands; /* "FILE" for the usage line; NULL when there are none */
+    size_t max_operands;
     const struct tow_opt *table;
-    size_t                n;
+    size_t n;
 };
 
 enum tow_opts_do { TOW_OPTS_RUN, TOW_OPTS_CHECK, TOW_OPTS_HELP };
@@ -77,11 +77,11 @@ enum tow_opts_do { TOW_OPTS_RUN, TOW_OPTS_CHECK, TOW_OPTS_HELP };
 int tow_opts_new(struct tow_opts **out, const struct tow_opts_spec *spec, int argc,
                  const char *const *argv, const char *const *env, enum tow_opts_do *what,
                  struct tow_err *err);
-void tow_opts_free(struct tow_opts *o);   /* NULL is fine; strings in *out become invalid */
+void tow_opts_free(struct tow_opts *o); /* NULL is fine; strings in *out become invalid */
 
 enum tow_opt_source tow_opts_source(const struct tow_opts *o, const char *name);
-size_t              tow_opts_n_operands(const struct tow_opts *o);
-const char         *tow_opts_operand(const struct tow_opts *o, size_t i);   /* borrowed from argv */
+size_t tow_opts_n_operands(const struct tow_opts *o);
+const char *tow_opts_operand(const struct tow_opts *o, size_t i); /* borrowed from argv */
 
 void tow_opts_help(const struct tow_opts_spec *spec, struct tow_buf *out);
 /* Appends "name=value name=value": the settings that are not at their default, for the start line. */
