@@ -285,8 +285,6 @@ static void end_run(struct rtr_route *r, struct run *run)
 {
     tow_assert(!run->attempt);
     set_state(r, run, OVER);
-    free(run->all_tokens);
-    run->all_tokens = NULL;
     if (--run->job->n_left == 0) bury(r, run->job);
 }
 
@@ -327,6 +325,25 @@ static void fail_job(struct rtr_route *r, struct run *run, int code, int http, c
     }
 }
 
+/* The answer is whole. */
+static void finish_run(struct rtr_route *r, struct run *run, bool length, uint64_t now_ms,
+                       struct rtr_actions *out)
+{
+    if (!run->job->warm_up) {
+        struct rtr_action *f = act(out, RTR_DO_FINISH);
+        f->job = run->job;
+        f->cookie = run->job->cookie;
+        f->choice = run->choice;
+        f->reason = length ? RTR_FINISH_LENGTH : RTR_FINISH_STOP;
+        r->stats.finished++;
+        double gap = r->finished_ms ? (double)(now_ms - r->finished_ms) / 1000.0 : 1.0;
+        if (gap > 10.0) gap = 10.0; /* a pause without work says nothing about speed */
+        r->finish_gap_s = r->finished_ms ? 0.9 * r->finish_gap_s + 0.1 * gap : gap;
+        r->finished_ms = now_ms;
+    }
+    end_run(r, run);
+}
+
 /* Back into the queue, at its old place, to be tried elsewhere. */
 static void requeue(struct rtr_route *r, struct run *run, uint32_t pause_ms, uint64_t now_ms,
                     struct rtr_actions *out)
@@ -339,6 +356,10 @@ static void requeue(struct rtr_route *r, struct run *run, uint32_t pause_ms, uin
     let_go(r, run, WIRE_CANCEL_ELSEWHERE, now_ms, out);
     if (run->job->warm_up) {
         fail_job(r, run, TOW_EPEER, 0, NULL, "", now_ms, out);
+        return;
+    }
+    if (run->n_output == run->job->max_tokens) { /* all tokens came, only the FINISH was lost */
+        finish_run(r, run, true, now_ms, out);
         return;
     }
     set_state(r, run, QUEUED);
@@ -357,7 +378,8 @@ static void try_again(struct rtr_route *r, struct run *run, int code, const char
     run->last_why = why;
     run->failures++;
     r->stats.retries++;
-    if (run->failures >= r->cfg.max_attempts && !run->job->warm_up) {
+    bool whole = run->n_output == run->job->max_tokens;
+    if (run->failures >= r->cfg.max_attempts && !run->job->warm_up && !whole) {
         snprintf(text, sizeof text, "gave up after %u attempts: %s", run->failures, why);
         fail_job(r, run, code, 0, "attempts_failed", text, now_ms, out);
     } else {
@@ -395,22 +417,24 @@ static bool decode_could(const struct rtr_worker *w, const struct run *run)
     return whole_tokens(run) <= w->max_context && pages_for(w, whole_tokens(run)) <= w->pages;
 }
 
-static bool prefill_could(const struct rtr_worker *w, const struct run *run)
+static bool prefill_could(const struct rtr_worker *w, uint64_t n)
 {
-    uint32_t n = run_tokens(run);
     return n <= w->max_context && n <= w->max_pending_tokens && pages_for(w, n) <= w->pages;
 }
 
-/* Could the workers that are here hold it if they had nothing else? True while a role is missing. */
+/* Could the workers we know, those gone just now too, hold it if they had nothing else? True while a role
+ * is missing. A
+ * prefill worker must be able to hold the whole answer too: a stream that loses its decode worker, or
+ * is pushed back, comes to it again with all its tokens. */
 static bool could_ever(struct rtr_route *r, const struct run *run)
 {
     bool seen[2] = {false, false}, could[2] = {false, false};
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
         struct rtr_worker *w = worker(r, i);
-        if (!live(w)) continue;
+        if (w->pages == 0) continue; /* never used */
         seen[w->role] = true;
-        could[w->role] |=
-            w->role == WIRE_DECODE_ROLE ? decode_could(w, run) : prefill_could(w, run);
+        could[w->role] |= w->role == WIRE_DECODE_ROLE ? decode_could(w, run)
+                                                      : prefill_could(w, whole_tokens(run));
     }
     return (could[P] || !seen[P]) && (could[D] || !seen[D]);
 }
@@ -454,7 +478,8 @@ static bool pick(struct rtr_route *r, const struct run *run, bool strict, uint64
             if (!live(wp) || wp->role != WIRE_PREFILL_ROLE) continue;
             if (r->workers.proof[p][d] != RTR_PROVED) continue;
             if (warm ? p != run->pin[P] : strict && p == run->avoid[P]) continue;
-            if (!rtr_registry_open(&r->workers, p, warm, now_ms) || !prefill_could(wp, run))
+            if (!rtr_registry_open(&r->workers, p, warm, now_ms) ||
+                !prefill_could(wp, run_tokens(run)))
                 continue;
             if (run_tokens(run) > rtr_registry_free_tokens(&r->workers, p)) continue;
             bool take = !found;
@@ -925,6 +950,7 @@ static bool keep_outputs(struct run *run, const struct wire_tokens *m)
 static void distrust(struct rtr_route *r, struct run *run, const char *why, uint64_t now_ms,
                      struct rtr_actions *out)
 {
+    r->stats.distrusted++;
     rtr_registry_failed(&r->workers, run->attempt->side[D].slot, now_ms);
     try_again(r, run, TOW_EWIRE, why, now_ms, out);
 }
@@ -976,27 +1002,14 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
     }
     for (int k = P; k <= D; k++)
         if (side_worker(r, a, k)) rtr_registry_worked(&r->workers, a->side[k].slot);
-    if (run->job->warm_up) {
-        warmed(r, run);
-    } else {
-        struct rtr_action *f = act(out, RTR_DO_FINISH);
-        f->job = run->job;
-        f->cookie = run->job->cookie;
-        f->choice = run->choice;
-        f->reason = length ? RTR_FINISH_LENGTH : RTR_FINISH_STOP;
-        r->stats.finished++;
-        double gap = r->finished_ms ? (double)(now_ms - r->finished_ms) / 1000.0 : 1.0;
-        if (gap > 10.0) gap = 10.0; /* a pause without work says nothing about speed */
-        r->finish_gap_s = r->finished_ms ? 0.9 * r->finish_gap_s + 0.1 * gap : gap;
-        r->finished_ms = now_ms;
-    }
+    if (run->job->warm_up) warmed(r, run);
     /* Prefill is done too, only its last word may be under way. */
     run->attempt = NULL;
     a->run = NULL;
     a->side[P].since_ms = now_ms;
     if (a->side[P].state == SIDE_NONE) side_over(r, a, P);
     attempt_try_free(r, a);
-    end_run(r, run);
+    finish_run(r, run, length, now_ms, out);
 }
 
 static void on_progress(struct rtr_route *r, struct attempt *a, int s, uint32_t done,
@@ -1237,6 +1250,7 @@ static int copy_sampling(struct rtr_job *job, const struct rtr_sampling *s)
 static void job_free(struct rtr_job *job)
 {
     tow_list_remove(&job->node);
+    for (uint32_t i = 0; i < job->n_runs; i++) free(job->runs[i].all_tokens);
     free(job->bias);
     free(job);
 }
@@ -1363,6 +1377,7 @@ uint32_t rtr_route_context(const struct rtr_route *r)
         if (!live(w)) continue;
         uint64_t n = (uint64_t)w->pages * w->page_tokens;
         if (n > w->max_context) n = w->max_context;
+        if (w->role == WIRE_PREFILL_ROLE && n > w->max_pending_tokens) n = w->max_pending_tokens;
         if (n > most[w->role]) most[w->role] = (uint32_t)n;
     }
     if (!most[D]) return most[P];

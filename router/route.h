@@ -83,7 +83,7 @@ enum rtr_action_kind {
 struct rtr_action {
     enum rtr_action_kind kind;
     uint64_t conn;
-    struct wire_msg msg; /* SEND, TOKENS; spans valid until the next call into the machine */
+    struct wire_msg msg; /* SEND, TOKENS; spans valid until the next step or reap */
     const char *why;
     struct rtr_job *job; /* TOKENS, FINISH, FAIL */
     void *cookie;        /* of that job */
@@ -131,6 +131,7 @@ const struct rtr_registry *rtr_route_registry(const struct rtr_route *r);
 struct rtr_route_stats {
     uint64_t started, finished, failed, cancelled, refused; /* runs; refused were never started */
     uint64_t attempts, retries, pushed_back, denied, output_tokens, warm_ups;
+    uint64_t distrusted; /* attempts given up because a worker broke the protocol */
     uint32_t queued, reserving, prefilling, streaming; /* gauges, warm-ups left out */
     uint32_t waiting;                                  /* what max_queued limits */
     uint64_t waiting_tokens;
