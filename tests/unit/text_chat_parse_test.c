@@ -84,6 +84,61 @@ static void test_chat_strict__every_golden_case_is_equal(void **state)
     json_free(file);
 }
 
+/* The assistant turn after the nth "<｜Assistant｜><think>" of an official prompt (-1: the last). */
+static void parse_turn(struct text_chat_message *m, const char *path, int nth)
+{
+    static const char open[] = "<｜Assistant｜><think>";
+    struct tow_buf b;
+    struct tow_err err;
+    FILE *f = fopen(path, "rb");
+    char part[4096];
+    if (!f) fail_msg("cannot open %s", path);
+    tow_buf_init(&b, 0);
+    for (size_t n; (n = fread(part, 1, sizeof part, f)) > 0;) tow_buf_put(&b, part, n);
+    fclose(f);
+    const char *at = strstr(b.data, open), *next;
+    for (; nth != 0 && (next = strstr(at + 1, open)); nth--) at = next;
+    at += strlen(open);
+    const char *end = strstr(at, "<｜User｜>");
+    text_chat_message_init(m);
+    if (text_chat_parse_strict(m, at, end ? (size_t)(end - at) : strlen(at), true, &err) < 0)
+        fail_msg("%s: %s", path, err.msg);
+    tow_buf_fini(&b);
+}
+
+static void test_chat_strict__official_conversations_parse(void **state)
+{
+    (void)state;
+    struct text_chat_message m;
+    struct json *in = parsed_file(DATA "test_input_1.json");
+    const struct json *want = NULL, *last = NULL;
+    JSON_EACH(msg, json_find(in, "messages"))
+    {
+        if (strcmp(json_string(json_find(msg, "role"), NULL), "assistant") != 0) continue;
+        if (!want) want = msg;
+        last = msg;
+    }
+    parse_turn(&m, DATA "test_output_1.txt", 0);
+    assert_int_equal(m.n_calls, 1);
+    assert_string_equal(str(&m.calls[0].name), "get_weather");
+    assert_string_equal(str(&m.calls[0].arguments),
+                        "{\"location\": \"Beijing\", \"unit\": \"celsius\"}");
+    assert_int_equal(m.content.len, 0);
+    assert_string_equal(str(&m.reasoning), json_string(json_find(want, "reasoning_content"), NULL));
+    text_chat_message_fini(&m);
+    parse_turn(&m, DATA "test_output_1.txt", -1);
+    assert_int_equal(m.n_calls, 0);
+    assert_string_equal(str(&m.content), json_string(json_find(last, "content"), NULL));
+    assert_string_equal(str(&m.reasoning), json_string(json_find(last, "reasoning_content"), NULL));
+    text_chat_message_fini(&m);
+    json_free(in);
+    parse_turn(&m, DATA "test_output_2.txt", -1);
+    assert_string_equal(str(&m.content), "The capital of France is Paris.");
+    assert_string_equal(str(&m.reasoning),
+                        "The user asks about the capital of France. It is Paris.");
+    text_chat_message_fini(&m);
+}
+
 /* ---- the stream form ---- */
 
 struct stream_case {
@@ -208,7 +263,7 @@ static void test_chat_parser__markers_never_show(void **state)
               CALL("stop", STR("why", "")))
 #define TWO_CALLS                                                                                  \
     "run {\"cmd\": \"make 2>&1\", \"close\": \"a</\", \"deep\": " NESTED "}\nstop {\"why\": "      \
-                                                                         "\"\"}\n"
+    "\"\"}\n"
     static const struct stream_case cases[] = {
         {.name = "plain", .text = "Hello, world.", .content = "Hello, world."},
         {.name = "empty", .text = ""},
@@ -504,6 +559,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_chat_strict__every_golden_case_is_equal),
+        cmocka_unit_test(test_chat_strict__official_conversations_parse),
         cmocka_unit_test(test_chat_parser__markers_never_show),
         cmocka_unit_test(test_chat_parser__parameters_keep_their_types),
         cmocka_unit_test(test_chat_parser__malformed_calls_become_text),
