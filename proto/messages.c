@@ -158,8 +158,9 @@ static bool holds(const struct wire_msg *m)
     case WIRE_TOKENS_MSG:
         return rows_hold(m->tokens.logprobs, m->tokens.ids.n, m->tokens.has_logprobs,
                          m->tokens.n_top);
-    case WIRE_OFFER_MSG:
-        return m->offer.part.kind == WIRE_TAIL || m->offer.note.len == 0;
+    case WIRE_FIRST_MSG:
+        return rows_hold(m->first.logprobs, 1, m->first.has_logprobs, m->first.n_top);
+    case WIRE_OFFER_MSG: return m->offer.part.kind == WIRE_TAIL || m->offer.note.len == 0;
     default: return true;
     }
 }

@@ -254,11 +254,17 @@ struct wire_ticket {
     F(i16, code, 0, "why")
 #define WIRE_XPING(F) WIRE_PING(F)
 #define WIRE_XPONG(F) WIRE_PING(F)
+#define WIRE_FIRST(F)                                                                              \
+    F(u32, position, WIRE_MAX_TOKENS, "tokens the cache covers")                                   \
+    F(u32, token, UINT32_MAX, "the first output token of this attempt")                            \
+    F(u8, has_logprobs, 1, "")                                                                     \
+    F(u8, n_top, WIRE_MAX_TOP, "")                                                                 \
+    F(bytes, logprobs, 4 + 8 * WIRE_MAX_TOP, "one row, as in TOKENS")
 #define WIRE_XALIVE(F)                                                                             \
     F(ticket, ticket, 0, "its job is alive though nothing is to be offered yet; renews the lease")
 
 /* M(name, NAME, number, first version, body cap, direction, note). Directions: W>R R>W both
- * (control plane); P>D D>P x (data plane, x is both ways). The cap is of the whole body, trailing
+ * (control plane); P>D D>P x (data plane, x is both ways), note (body inside another message). The cap is of the whole body, trailing
  * bytes too. */
 #define WIRE_MESSAGES(M)                                                                           \
     M(hello, HELLO, 1, 1, 32768, "W>R", "first message of a worker")                               \
@@ -296,7 +302,8 @@ struct wire_ticket {
     M(xcancel, XCANCEL, 72, 1, 1024, "x", "the ticket is dead on the sender's side")               \
     M(xping, XPING, 73, 1, 1024, "x", "life sign, each second")                                    \
     M(xpong, XPONG, 74, 1, 1024, "x", "answer")                                                    \
-    M(xalive, XALIVE, 75, 1, 1024, "P>D", "the ticket's lease goes on")
+    M(xalive, XALIVE, 75, 1, 1024, "P>D", "the ticket's lease goes on")                            \
+    M(first, FIRST, 76, 1, 1024, "note", "never a frame: this body is the note of a tail's OFFER")
 
 enum wire_type {
 #define M(name, NAME, number, since, cap, dir, note) WIRE_##NAME##_MSG = number,
