@@ -151,11 +151,13 @@ $(B)/test/%: $(B)/obj/tests/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) -lcmocka $(LIBS_all)
 
-tests-build: $(TEST_BINS)
+# Programs that cluster tests drive.
+HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c))
+tests-build: $(TEST_BINS) $(HELPER_BINS)
 unit-test kernels-test golden-test fault-test: %-test: all
 	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/%,$(TEST_BINS))
 	@sh tests/run.sh $(B) $*
-cluster-test: all
+cluster-test: all $(HELPER_BINS)
 	@sh tests/run.sh $(B) cluster
 test: all tests-build
 	@sh tests/run.sh $(B) $(KINDS) cluster

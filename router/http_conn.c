@@ -46,6 +46,7 @@
 #define LINGER_MS      2000
 #define LINGER_BYTES   ((size_t)4 << 20)
 #define KEEP_BUFFER    16384 /* a larger buffer is given back when it runs empty */
+#define TURN_AWAY      64    /* connections above the limit that are told so */
 #define LISTEN_BACKLOG 1024
 #define CONTINUE_LINE  "HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -660,35 +661,6 @@ static void on_sweep(uv_timer_t *timer)
 
 /* ---- server ---- */
 
-static void on_turned_away(uv_handle_t *handle)
-{
-    uv_tcp_t *tcp = (uv_tcp_t *)handle;
-    struct rtr_http *s = tcp->data;
-    free(tcp);
-    handle_closed(s);
-}
-
-static void turn_away(struct rtr_http *s)
-{
-    static const char full[] =
-        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
-        "X-Towpath-Reason: max_connections\r\nConnection: close\r\nContent-Length: 116\r\n\r\n"
-        "{\"error\": {\"message\": \"too many connections\", \"type\": \"server_error\", "
-        "\"param\": "
-        "null, \"code\": \"max_connections\"}}   ";
-    uv_tcp_t *tcp = malloc(sizeof *tcp);
-    if (!tcp) return;
-    uv_tcp_init(s->loop, tcp);
-    tcp->data = s;
-    s->open_handles++;
-    s->stats.refused_full++;
-    if (uv_accept((uv_stream_t *)&s->listener, (uv_stream_t *)tcp) == 0) {
-        uv_buf_t buf = uv_buf_init((char *)full, sizeof full - 1);
-        uv_try_write((uv_stream_t *)tcp, &buf, 1);
-    }
-    uv_close((uv_handle_t *)tcp, on_turned_away);
-}
-
 static void on_connection(uv_stream_t *listener, int status)
 {
     struct rtr_http *s = listener->data;
@@ -697,12 +669,10 @@ static void on_connection(uv_stream_t *listener, int status)
         return;
     }
     if (s->closing) return;
-    struct rtr_exchange *x = NULL;
-    if (s->stats.connections < s->limits.max_connections) x = calloc(1, sizeof *x);
-    if (!x) {
-        turn_away(s);
-        return;
-    }
+    /* Some more than the limit are let in, to be told; what comes beyond those is closed at once. */
+    bool full = s->stats.connections >= s->limits.max_connections;
+    struct rtr_exchange *x = calloc(1, sizeof *x);
+    if (!x) return;
     x->server = s;
     uv_tcp_init(s->loop, &x->tcp);
     x->tcp.data = x;
@@ -725,6 +695,14 @@ static void on_connection(uv_stream_t *listener, int status)
     uv_tcp_nodelay(&x->tcp, 1);
     uv_tcp_keepalive(&x->tcp, 1, 60);
     start_reading(x);
+    if (full && x->state == READING) {
+        s->stats.refused_full++;
+        if (s->stats.connections > s->limits.max_connections + TURN_AWAY) {
+            close_conn(x);
+        } else {
+            refuse(x, 503, "too many connections");
+        }
+    }
 }
 
 static int parse_addr(const char *addr, struct sockaddr_storage *out, struct tow_err *err)

@@ -1,0 +1,754 @@
+/* router/api_request.c - see api_request.h. One function per group of fields; the first wrong field
+ * ends the check. Rejected: a table of fields, which hid the rules that tie two fields together. */
+#include "router/api_request.h"
+
+#include "common/base/buf.h"
+#include "common/base/clock.h"
+#include "common/text/json.h"
+#include "common/text/detok.h"
+#include "common/text/tokenizer.h"
+
+#include <float.h>
+#include <inttypes.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define ARENA_BYTES   ((size_t)1 << 30)
+#define RTR_MAX_TOOLS 512
+
+int rtr_api_fail(struct rtr_api_error *e, int status, const char *code, const char *param,
+                 const char *fmt, ...)
+{
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(e->message, sizeof e->message, fmt, ap);
+    va_end(ap);
+    /* A cut must not leave half a character. */
+    size_t n = strlen(e->message), good = 0;
+    while (good < n) {
+        int k = json_utf8_len(e->message + good, n - good);
+        if (k == 0) break;
+        good += (size_t)k;
+    }
+    e->message[good] = 0;
+    e->status = status;
+    e->code = code;
+    e->type = status == 401   ? "authentication_error"
+              : status == 429 ? "rate_limit_error"
+              : status >= 500 ? "server_error"
+                              : "invalid_request_error";
+    snprintf(e->param, sizeof e->param, "%s", param ? param : "");
+    return status == 404 ? TOW_ENOENT : status == 413 ? TOW_ETOOBIG : TOW_EINVAL;
+}
+
+struct check {
+    struct rtr_ask *a;
+    const struct json *root;
+    const struct rtr_ask_rules *rules;
+    struct rtr_api_error *e;
+    struct tow_err err;
+};
+
+static int bad(struct check *c, const char *param, const char *code)
+{
+    return rtr_api_fail(c->e, 400, code ? code : "invalid_value", param, "%s", c->err.msg);
+}
+
+static int no_memory(struct check *c)
+{
+    return rtr_api_fail(c->e, 503, "out_of_memory", NULL, "out of memory for this request");
+}
+
+static int get_float(struct check *c, const char *key, double def, double lo, double hi, float *out)
+{
+    double v;
+    if (json_get_double(c->root, key, def, lo, hi, &v, &c->err) < 0) return bad(c, key, NULL);
+    *out = (float)v;
+    return 0;
+}
+
+static int get_bool(struct check *c, const char *key, bool def, bool *out)
+{
+    return json_get_bool(c->root, key, def, out, &c->err) < 0 ? bad(c, key, NULL) : 0;
+}
+
+static int get_int(struct check *c, const char *key, int64_t def, int64_t lo, int64_t hi,
+                   int64_t *out)
+{
+    return json_get_int(c->root, key, def, lo, hi, out, &c->err) < 0 ? bad(c, key, NULL) : 0;
+}
+
+static int check_model(struct check *c)
+{
+    const char *s;
+    size_t n;
+    if (json_get_string(c->root, "model", NULL, &s, &n, &c->err) < 0) return bad(c, "model", NULL);
+    const char *served = c->rules->served_model_name;
+    if (!s) {
+        c->a->model = served ? served : c->rules->model_name;
+        c->a->model_len = strlen(c->a->model);
+        return 0;
+    }
+    if (served && (n != strlen(served) || memcmp(s, served, n))) {
+        return rtr_api_fail(c->e, 404, "model_not_found", "model",
+                            "model: %.100s is not served here; %.200s is", s, served);
+    }
+    c->a->model = s;
+    c->a->model_len = n;
+    return 0;
+}
+
+static int check_bias(struct check *c)
+{
+    const struct json *obj;
+    if (json_get_object(c->root, "logit_bias", &obj, &c->err) < 0) {
+        return bad(c, "logit_bias", NULL);
+    }
+    size_t n = obj ? json_size(obj) : 0;
+    if (!n) return 0;
+    if (n > RTR_MAX_BIAS) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
+                            "logit_bias: %zu entries, at most %d", n, RTR_MAX_BIAS);
+    }
+    struct rtr_bias *bias = tow_arena_alloc(&c->a->req.arena, n * sizeof *bias);
+    if (!bias) return no_memory(c);
+    size_t i = 0;
+    JSON_EACH(it, obj)
+    {
+        const char *key = json_key(it);
+        char *end;
+        bool digits = key[0] >= '0' && key[0] <= '9' && strlen(key) <= 9;
+        unsigned long id = digits ? strtoul(key, &end, 10) : ULONG_MAX;
+        if (!digits || *end || id >= c->rules->n_vocab) {
+            return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
+                                "logit_bias: key \"%.40s\" is not a token id from 0 to %u", key,
+                                c->rules->n_vocab - 1);
+        }
+        double v;
+        if (!json_double(it, &v) || v < -100 || v > 100) {
+            return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
+                                "logit_bias[\"%.40s\"]: not a number from -100 to 100", key);
+        }
+        bias[i++] = (struct rtr_bias){(text_id)id, (float)v};
+    }
+    c->a->req.sampling.bias = bias;
+    c->a->req.sampling.n_bias = (uint32_t)n;
+    return 0;
+}
+
+static int check_logprobs(struct check *c)
+{
+    struct rtr_sampling *s = &c->a->req.sampling;
+    int64_t top;
+    if (c->a->route == RTR_COMPLETIONS) {
+        if (get_int(c, "logprobs", -1, 0, RTR_MAX_TOP, &top) < 0) return TOW_EINVAL;
+        s->want_logprobs = top >= 0;
+        s->n_top = top > 0 ? (uint8_t)top : 0;
+        return 0;
+    }
+    if (get_bool(c, "logprobs", false, &s->want_logprobs) < 0) return TOW_EINVAL;
+    if (get_int(c, "top_logprobs", -1, 0, RTR_MAX_TOP, &top) < 0) return TOW_EINVAL;
+    if (top >= 0 && !s->want_logprobs) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "top_logprobs",
+                            "top_logprobs: needs logprobs to be true");
+    }
+    s->n_top = top > 0 ? (uint8_t)top : 0;
+    return 0;
+}
+
+static int check_sampling(struct check *c)
+{
+    struct rtr_sampling *s = &c->a->req.sampling;
+    int64_t v;
+    if (get_float(c, "temperature", 1, 0, 2, &s->temperature) < 0 ||
+        get_float(c, "top_p", 1, 0, 1, &s->top_p) < 0 ||
+        get_float(c, "min_p", 0, 0, 1, &s->min_p) < 0 ||
+        get_float(c, "presence_penalty", 0, -2, 2, &s->presence_penalty) < 0 ||
+        get_float(c, "frequency_penalty", 0, -2, 2, &s->frequency_penalty) < 0 ||
+        get_float(c, "repetition_penalty", 1, 0.01, 10, &s->repetition_penalty) < 0 ||
+        get_bool(c, "ignore_eos", false, &s->ignore_eos) < 0) {
+        return TOW_EINVAL;
+    }
+    if (s->top_p < FLT_MIN) s->top_p = FLT_MIN; /* the likeliest token alone */
+    if (get_int(c, "top_k", 0, -1, INT32_MAX, &v) < 0) return TOW_EINVAL;
+    s->top_k = v > 0 ? (uint32_t)v : 0;
+    if (get_int(c, "index_topk", 0, 1, RTR_MAX_INDEX_TOPK, &v) < 0) return TOW_EINVAL;
+    s->index_topk = (uint32_t)v;
+    const struct json *capture = json_find(c->root, "index_capture");
+    if (json_type(capture) != JSON_NULL) {
+        return rtr_api_fail(c->e, 400, "index_capture_disabled", "index_capture",
+                            "index_capture: is not enabled on this server");
+    }
+    if (check_bias(c) < 0) return TOW_EINVAL;
+    return check_logprobs(c);
+}
+
+static int check_one_stop(struct check *c, const struct json *v, size_t i, bool in_list)
+{
+    char param[32];
+    snprintf(param, sizeof param, in_list ? "stop[%zu]" : "stop", i);
+    size_t len;
+    const char *s = json_string(v, &len);
+    if (!s) {
+        return rtr_api_fail(c->e, 400, "invalid_type", param, "%s: %s, not a string", param,
+                            json_type_name(v));
+    }
+    if (len < 1 || len > RTR_MAX_STOP_LEN) {
+        return rtr_api_fail(c->e, 400, "invalid_value", param,
+                            "%s: %zu bytes; a stop string has 1 to %d", param, len,
+                            RTR_MAX_STOP_LEN);
+    }
+    c->a->stops[c->a->n_stops++] = (struct rtr_stop_string){s, len};
+    return 0;
+}
+
+static int check_stop(struct check *c)
+{
+    const struct json *v = json_find(c->root, "stop");
+    if (json_type(v) == JSON_NULL) return 0;
+    if (json_type(v) == JSON_STRING) return check_one_stop(c, v, 0, false);
+    if (json_type(v) != JSON_ARRAY) {
+        return rtr_api_fail(c->e, 400, "invalid_type", "stop",
+                            "stop: %s, not a string or a list of strings", json_type_name(v));
+    }
+    size_t n = json_size(v), i = 0;
+    if (n > RTR_MAX_STOPS) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "stop", "stop: %zu strings, at most %d", n,
+                            RTR_MAX_STOPS);
+    }
+    JSON_EACH(it, v)
+    {
+        if (check_one_stop(c, it, i++, true) < 0) return TOW_EINVAL;
+    }
+    return 0;
+}
+
+static int check_stream(struct check *c)
+{
+    const struct json *options;
+    const char *user;
+    if (get_bool(c, "stream", false, &c->a->stream) < 0) return TOW_EINVAL;
+    if (json_get_object(c->root, "stream_options", &options, &c->err) < 0) {
+        return bad(c, "stream_options", NULL);
+    }
+    if (options && !c->a->stream) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "stream_options",
+                            "stream_options: only with stream true");
+    }
+    if (options &&
+        json_get_bool(options, "include_usage", false, &c->a->include_usage, &c->err) < 0) {
+        return bad(c, "stream_options.include_usage", NULL);
+    }
+    if (json_get_string(c->root, "user", NULL, &user, NULL, &c->err) < 0) {
+        return bad(c, "user", NULL);
+    }
+    return 0;
+}
+
+/* ---- prompts ---- */
+
+static int take_ids(struct check *c, const struct json *list, const char *param, text_id **out,
+                    uint32_t *n_out)
+{
+    size_t n = json_size(list), i = 0;
+    if (n > c->rules->context_length) {
+        return rtr_api_fail(c->e, 400, "context_length_exceeded", param,
+                            "%s: %zu tokens; the context limit is %u tokens", param, n,
+                            c->rules->context_length);
+    }
+    text_id *ids = tow_arena_alloc(&c->a->req.arena, (n ? n : 1) * sizeof *ids);
+    if (!ids) return no_memory(c);
+    JSON_EACH(it, list)
+    {
+        int64_t v;
+        if (!json_int(it, &v) || v < 0 || v >= c->rules->n_vocab) {
+            return rtr_api_fail(c->e, 400, "invalid_token_id", param,
+                                "%s[%zu]: not a token id from 0 to %u", param, i,
+                                c->rules->n_vocab - 1);
+        }
+        ids[i++] = (text_id)v;
+    }
+    if (text_tokenizer_check_ids(c->rules->tok, ids, n, &c->err) < 0) {
+        return rtr_api_fail(c->e, 400, "invalid_token_id", param, "%s: %s", param, c->err.msg);
+    }
+    *out = ids;
+    *n_out = (uint32_t)n;
+    return 0;
+}
+
+static int take_segments(struct check *c, const struct text_segment *segs, size_t n_segs,
+                         const char *param, text_id **out, uint32_t *n_out)
+{
+    struct text_ids ids = {0};
+    int rc = text_tokenizer_encode(c->rules->tok, segs, n_segs, 0, &ids, NULL, &c->err);
+    if (rc < 0) {
+        rc = rc == TOW_ENOMEM
+                 ? no_memory(c)
+                 : rtr_api_fail(c->e, 400, "invalid_value", param, "%s: %s", param, c->err.msg);
+        goto free_ids;
+    }
+    rc = 0;
+    *out = tow_arena_alloc(&c->a->req.arena, (ids.n ? ids.n : 1) * sizeof **out);
+    if (!*out) {
+        rc = no_memory(c);
+        goto free_ids;
+    }
+    if (ids.n) memcpy(*out, ids.ids, ids.n * sizeof **out);
+    *n_out = (uint32_t)ids.n;
+free_ids:
+    text_ids_fini(&ids);
+    return rc;
+}
+
+struct prompt {
+    text_id *ids;
+    uint32_t n;
+};
+
+/* One prompt of /v1/completions or /tokenize: a string or a list of ids. */
+static int take_prompt(struct check *c, const struct json *v, const char *param, struct prompt *p)
+{
+    size_t len;
+    const char *s = json_string(v, &len);
+    if (!s) return take_ids(c, v, param, &p->ids, &p->n);
+    struct text_segment seg = {s, len, true};
+    return take_segments(c, &seg, 1, param, &p->ids, &p->n);
+}
+
+static int echo_prompt(struct check *c, const struct prompt *p, uint32_t i)
+{
+    struct tow_buf b;
+    tow_buf_init(&b, 0);
+    text_detok_all(c->rules->tok, p->ids, p->n, false, &b);
+    if (tow_buf_failed(&b)) {
+        tow_buf_fini(&b);
+        return no_memory(c);
+    }
+    c->a->echo[i] = tow_arena_strndup(&c->a->req.arena, b.data ? b.data : "", b.len);
+    c->a->echo_len[i] = b.len;
+    tow_buf_fini(&b);
+    return c->a->echo[i] ? 0 : no_memory(c);
+}
+
+/* Is it a list of numbers (one prompt), of strings or of lists (several)? */
+static bool is_one_prompt(const struct json *v)
+{
+    return json_type(v) == JSON_STRING ||
+           (json_type(v) == JSON_ARRAY && json_type(json_first(v)) == JSON_NUMBER);
+}
+
+static int check_prompts(struct check *c, struct prompt **out)
+{
+    const struct json *v = json_find(c->root, "prompt");
+    if (json_type(v) == JSON_NULL) {
+        return rtr_api_fail(c->e, 400, "missing_field", "prompt", "prompt: is required");
+    }
+    bool one = is_one_prompt(v);
+    size_t n = one ? 1 : json_size(v);
+    if (!one && (json_type(v) != JSON_ARRAY || n == 0)) {
+        return rtr_api_fail(c->e, 400, "invalid_type", "prompt",
+                            "prompt: %s, not a string, a list of strings, a list of token ids or a "
+                            "list of such lists",
+                            json_type(v) == JSON_ARRAY ? "an empty list" : json_type_name(v));
+    }
+    if (n > RTR_MAX_CHOICES) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "prompt", "prompt: %zu prompts, at most %d",
+                            n, RTR_MAX_CHOICES);
+    }
+    struct prompt *p = tow_arena_alloc(&c->a->req.arena, n * sizeof *p);
+    if (!p) return no_memory(c);
+    c->a->n_prompts = (uint32_t)n;
+    size_t i = 0;
+    for (const struct json *it = one ? v : json_first(v); it;
+         it = one ? NULL : json_next(it), i++) {
+        char param[32] = "prompt";
+        if (!one) snprintf(param, sizeof param, "prompt[%zu]", i);
+        if (json_type(it) != JSON_STRING && json_type(it) != JSON_ARRAY) {
+            return rtr_api_fail(c->e, 400, "invalid_type", param,
+                                "%s: %s, not a string or a list of token ids", param,
+                                json_type_name(it));
+        }
+        if (take_prompt(c, it, param, &p[i]) < 0) return TOW_EINVAL;
+        if (!p[i].n) {
+            return rtr_api_fail(c->e, 400, "invalid_value", param, "%s: is empty", param);
+        }
+    }
+    *out = p;
+    return 0;
+}
+
+static int check_completion_only(struct check *c, struct prompt *prompts)
+{
+    bool echo;
+    int64_t best_of;
+    if (get_bool(c, "echo", false, &echo) < 0) return TOW_EINVAL;
+    if (get_int(c, "best_of", c->a->n, 1, RTR_MAX_CHOICES, &best_of) < 0) return TOW_EINVAL;
+    if (best_of != c->a->n) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "best_of",
+                            "best_of: %" PRId64 ", but only the value of n (%u) is supported",
+                            best_of, c->a->n);
+    }
+    const struct json *suffix = json_find(c->root, "suffix");
+    if (json_type(suffix) != JSON_NULL) {
+        return rtr_api_fail(c->e, 400, "unsupported", "suffix", "suffix: is not supported");
+    }
+    if (!echo) return 0;
+    c->a->echo = tow_arena_alloc(&c->a->req.arena, c->a->n_prompts * sizeof *c->a->echo);
+    c->a->echo_len = tow_arena_alloc(&c->a->req.arena, c->a->n_prompts * sizeof *c->a->echo_len);
+    if (!c->a->echo || !c->a->echo_len) return no_memory(c);
+    for (uint32_t i = 0; i < c->a->n_prompts; i++) {
+        if (echo_prompt(c, &prompts[i], i) < 0) return TOW_EINVAL;
+    }
+    return 0;
+}
+
+/* ---- chat ---- */
+
+static bool is_function_name(const char *s, size_t n)
+{
+    if (n < 1 || n > 64) return false;
+    for (size_t i = 0; i < n; i++) {
+        char ch = s[i];
+        bool good = (ch >= 'a' && ch <= 'z') || (ch >= 'A' && ch <= 'Z') ||
+                    (ch >= '0' && ch <= '9') || ch == '_' || ch == '-' || ch == '.';
+        if (!good) return false;
+    }
+    return true;
+}
+
+static int check_tools(struct check *c, const struct json **out)
+{
+    const struct json *tools;
+    if (json_get_array(c->root, "tools", &tools, &c->err) < 0) return bad(c, "tools", NULL);
+    size_t i = 0;
+    *out = NULL;
+    JSON_EACH(it, tools)
+    {
+        char param[48];
+        size_t n;
+        const char *type = json_string(json_find(it, "type"), &n);
+        snprintf(param, sizeof param, "tools[%zu]", i);
+        if (json_type(it) != JSON_OBJECT || !type || strcmp(type, "function") != 0) {
+            return rtr_api_fail(c->e, 400, "invalid_value", param,
+                                "%s: not an object with type \"function\"", param);
+        }
+        const struct json *f = json_find(it, "function");
+        const char *name = json_string(json_find(f, "name"), &n);
+        snprintf(param, sizeof param, "tools[%zu].function.name", i);
+        if (!name || !is_function_name(name, n)) {
+            return rtr_api_fail(c->e, 400, "invalid_value", param,
+                                "%s: not a string of 1 to 64 letters, digits, _, - and .", param);
+        }
+        enum json_type what = json_type(json_find(f, "description"));
+        snprintf(param, sizeof param, "tools[%zu].function.description", i);
+        if (what != JSON_NULL && what != JSON_STRING) {
+            return rtr_api_fail(c->e, 400, "invalid_type", param, "%s: not a string", param);
+        }
+        what = json_type(json_find(f, "parameters"));
+        snprintf(param, sizeof param, "tools[%zu].function.parameters", i);
+        if (what != JSON_NULL && what != JSON_OBJECT) {
+            return rtr_api_fail(c->e, 400, "invalid_type", param, "%s: not an object", param);
+        }
+        if (++i > RTR_MAX_TOOLS) {
+            return rtr_api_fail(c->e, 400, "invalid_value", "tools", "tools: more than %d of them",
+                                RTR_MAX_TOOLS);
+        }
+    }
+    if (i) *out = tools;
+    return 0;
+}
+
+static int check_tool_choice(struct check *c, struct text_chat_options *o)
+{
+    const struct json *v = json_find(c->root, "tool_choice");
+    if (text_chat_set_tool_choice(o, v, &c->err) < 0) return bad(c, "tool_choice", NULL);
+    if (!o->tools && o->tool_choice != TEXT_TOOL_AUTO && o->tool_choice != TEXT_TOOL_NONE) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "tool_choice",
+                            "tool_choice: asks for a call, but there are no tools");
+    }
+    if (o->tool_choice != TEXT_TOOL_NAMED) return 0;
+    JSON_EACH(it, o->tools)
+    {
+        const char *name = json_string(json_find(json_find(it, "function"), "name"), NULL);
+        if (name && !strcmp(name, o->tool_name)) return 0;
+    }
+    return rtr_api_fail(c->e, 400, "invalid_value", "tool_choice",
+                        "tool_choice: \"%.64s\" is not one of the tools", o->tool_name);
+}
+
+/* Thinking: chat_template_kwargs, else thinking.type, else reasoning_effort, else the server's
+ * default. */
+static int check_thinking(struct check *c, struct text_chat_options *o)
+{
+    const char *effort, *type;
+    const struct json *kwargs, *thinking;
+    bool on = c->rules->default_thinking, drop;
+    if (json_get_string(c->root, "reasoning_effort", NULL, &effort, NULL, &c->err) < 0 ||
+        text_chat_set_effort(o, effort, &c->err) < 0) {
+        return bad(c, "reasoning_effort", NULL);
+    }
+    if (effort) on = strcmp(effort, "none") != 0 && strcmp(effort, "minimal") != 0;
+    if (json_get_object(c->root, "thinking", &thinking, &c->err) < 0) {
+        return bad(c, "thinking", NULL);
+    }
+    if (json_get_string(thinking, "type", NULL, &type, NULL, &c->err) < 0) {
+        return bad(c, "thinking.type", NULL);
+    }
+    if (type && strcmp(type, "enabled") != 0 && strcmp(type, "disabled") != 0) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "thinking.type",
+                            "thinking.type: \"%.32s\", not \"enabled\" or \"disabled\"", type);
+    }
+    if (type) on = type[0] == 'e';
+    if (json_get_object(c->root, "chat_template_kwargs", &kwargs, &c->err) < 0) {
+        return bad(c, "chat_template_kwargs", NULL);
+    }
+    if (json_get_bool(kwargs, "enable_thinking", on, &on, &c->err) < 0) {
+        return bad(c, "chat_template_kwargs.enable_thinking", NULL);
+    }
+    if (json_get_bool(kwargs, "thinking", on, &on, &c->err) < 0) {
+        return bad(c, "chat_template_kwargs.thinking", NULL);
+    }
+    if (json_get_bool(kwargs, "drop_thinking", true, &drop, &c->err) < 0) {
+        return bad(c, "chat_template_kwargs.drop_thinking", NULL);
+    }
+    o->thinking = on;
+    o->keep_thinking = !drop;
+    return 0;
+}
+
+static int check_response_format(struct check *c, struct text_chat_options *o)
+{
+    const struct json *f, *schema;
+    const char *type;
+    if (json_get_object(c->root, "response_format", &f, &c->err) < 0) {
+        return bad(c, "response_format", NULL);
+    }
+    if (!f) return 0;
+    if (json_get_string(f, "type", NULL, &type, NULL, &c->err) < 0 || !type) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "response_format.type",
+                            "response_format.type: not \"text\", \"json_object\" or "
+                            "\"json_schema\"");
+    }
+    if (!strcmp(type, "text")) return 0;
+    if (!strcmp(type, "json_object")) {
+        o->response_format = f;
+        return 0;
+    }
+    if (strcmp(type, "json_schema") != 0) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "response_format.type",
+                            "response_format.type: \"%.32s\", not \"text\", \"json_object\" or "
+                            "\"json_schema\"",
+                            type);
+    }
+    schema = json_find(json_find(f, "json_schema"), "schema");
+    if (json_type(schema) != JSON_OBJECT) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "response_format.json_schema.schema",
+                            "response_format.json_schema.schema: %s, not an object",
+                            json_type_name(schema));
+    }
+    o->response_format = schema;
+    return 0;
+}
+
+static int check_chat(struct check *c, struct prompt **out)
+{
+    struct text_chat_options o = {0};
+    struct rtr_ask *a = c->a;
+    int rc;
+    if ((rc = check_tools(c, &o.tools)) < 0 || (rc = check_tool_choice(c, &o)) < 0 ||
+        (rc = get_bool(c, "parallel_tool_calls", true, &a->parallel_tool_calls)) < 0 ||
+        (rc = check_thinking(c, &o)) < 0 || (rc = check_response_format(c, &o)) < 0) {
+        return rc;
+    }
+    const struct json *messages = json_find(c->root, "messages");
+    if (json_type(messages) != JSON_ARRAY || !json_first(messages)) {
+        return rtr_api_fail(
+            c->e, 400, json_type(messages) == JSON_NULL ? "missing_field" : "invalid_type",
+            "messages", "messages: %s, not a list of at least one message",
+            json_type(messages) == JSON_ARRAY ? "an empty list" : json_type_name(messages));
+    }
+    rc = text_chat_encode(&a->chat, messages, &o, &c->err);
+    a->has_chat = true;
+    if (rc == TOW_ENOMEM) return no_memory(c);
+    if (rc < 0) {
+        char param[64]; /* the message begins with the field: "messages[2].role: ..." */
+        size_t n = strcspn(c->err.msg, ": ");
+        snprintf(param, sizeof param, "%.*s",
+                 strncmp(c->err.msg, "messages", 8) || n >= sizeof param ? 8 : (int)n,
+                 strncmp(c->err.msg, "messages", 8) || n >= sizeof param ? "messages" : c->err.msg);
+        return bad(c, param, NULL);
+    }
+    a->tools = o.tools;
+    struct prompt *p = tow_arena_alloc(&a->req.arena, sizeof *p);
+    if (!p) return no_memory(c);
+    rc = take_segments(c, a->chat.segs, a->chat.n_segs, "messages", &p->ids, &p->n);
+    if (rc < 0) return rc;
+    a->n_prompts = 1;
+    *out = p;
+    return 0;
+}
+
+/* Length and the choices. */
+static int check_length(struct check *c, const struct prompt *prompts)
+{
+    struct rtr_ask *a = c->a;
+    const char *key = "max_tokens";
+    int64_t max, other, seed;
+    if (get_int(c, "max_tokens", 0, 1, INT32_MAX, &max) < 0) return TOW_EINVAL;
+    if (a->route == RTR_CHAT) {
+        if (get_int(c, "max_completion_tokens", 0, 1, INT32_MAX, &other) < 0) return TOW_EINVAL;
+        if (other && max && other != max) {
+            return rtr_api_fail(c->e, 400, "invalid_value", "max_completion_tokens",
+                                "max_completion_tokens: %" PRId64 ", but max_tokens is %" PRId64
+                                "; give one of them",
+                                other, max);
+        }
+        if (other) key = "max_completion_tokens";
+        if (other) max = other;
+    }
+    if (get_int(c, "seed", -1, INT64_MIN, INT64_MAX, &seed) < 0) return TOW_EINVAL;
+    uint64_t first_seed =
+        json_type(json_find(c->root, "seed")) == JSON_NULL ? tow_random_u64() : (uint64_t)seed;
+    uint32_t longest = 0;
+    for (uint32_t i = 0; i < a->n_prompts; i++) {
+        if (prompts[i].n > longest) longest = prompts[i].n;
+        a->n_prompt_tokens += prompts[i].n;
+    }
+    uint32_t limit = c->rules->context_length;
+    if (longest >= limit || (max && longest + (uint64_t)max > limit)) {
+        const char *param = longest >= limit ? a->route == RTR_CHAT ? "messages" : "prompt" : key;
+        if (max) {
+            return rtr_api_fail(c->e, 400, "context_length_exceeded", param,
+                                "%s: the prompt has %u tokens and %s is %" PRId64 ", %" PRIu64
+                                " together; the context limit is %u tokens",
+                                param, longest, key, max, longest + (uint64_t)max, limit);
+        }
+        return rtr_api_fail(c->e, 400, "context_length_exceeded", param,
+                            "%s: the prompt has %u tokens; the context limit is %u tokens, answer "
+                            "included",
+                            param, longest, limit);
+    }
+    a->req.max_tokens = max ? (uint32_t)max : limit - longest;
+    a->req.n_choices = a->n * a->n_prompts;
+    a->req.n_prompt_total = (uint32_t)a->n_prompt_tokens;
+    struct rtr_choice *choices = tow_arena_alloc(&a->req.arena, a->req.n_choices * sizeof *choices);
+    if (!choices) return no_memory(c);
+    for (uint32_t i = 0; i < a->req.n_choices; i++) {
+        const struct prompt *p = &prompts[i / a->n];
+        choices[i] = (struct rtr_choice){p->ids, p->n, first_seed + i % a->n};
+    }
+    a->req.choices = choices;
+    return 0;
+}
+
+static int check_n(struct check *c)
+{
+    int64_t n;
+    if (get_int(c, "n", 1, 1, RTR_MAX_CHOICES, &n) < 0) return TOW_EINVAL;
+    c->a->n = (uint32_t)n;
+    return 0;
+}
+
+static int check_generation(struct check *c)
+{
+    struct prompt *prompts = NULL;
+    int rc;
+    if ((rc = check_model(c)) < 0 || (rc = check_stream(c)) < 0 || (rc = check_n(c)) < 0 ||
+        (rc = check_sampling(c)) < 0 || (rc = check_stop(c)) < 0) {
+        return rc;
+    }
+    if (c->a->route == RTR_CHAT) {
+        rc = check_chat(c, &prompts);
+    } else {
+        rc = check_prompts(c, &prompts);
+        if (rc == 0) rc = check_completion_only(c, prompts);
+        if (rc == 0 && c->a->n * c->a->n_prompts > RTR_MAX_CHOICES) {
+            rc = rtr_api_fail(c->e, 400, "invalid_value", "n",
+                              "n: %u for each of %u prompts makes %u answers, at most %d", c->a->n,
+                              c->a->n_prompts, c->a->n * c->a->n_prompts, RTR_MAX_CHOICES);
+        }
+    }
+    return rc < 0 ? rc : check_length(c, prompts);
+}
+
+/* /tokenize and /detokenize: the ids become choice 0's prompt. */
+static int check_ids_only(struct check *c)
+{
+    struct prompt *p = NULL;
+    int rc = check_model(c);
+    if (rc < 0) return rc;
+    const char *key = c->a->route == RTR_TOKENIZE ? "prompt" : "tokens";
+    const struct json *v = json_find(c->root, key);
+    if (c->a->route == RTR_TOKENIZE && json_type(v) == JSON_NULL &&
+        json_type(json_find(c->root, "messages")) != JSON_NULL) {
+        rc = check_chat(c, &p);
+        if (rc < 0) return rc;
+    } else {
+        enum json_type want = c->a->route == RTR_TOKENIZE ? JSON_STRING : JSON_ARRAY;
+        if (json_type(v) != want) {
+            return rtr_api_fail(c->e, 400,
+                                json_type(v) == JSON_NULL ? "missing_field" : "invalid_type", key,
+                                "%s: %s, not %s", key, json_type_name(v),
+                                want == JSON_STRING ? "a string" : "a list of token ids");
+        }
+        p = tow_arena_alloc(&c->a->req.arena, sizeof *p);
+        if (!p) return no_memory(c);
+        if ((rc = take_prompt(c, v, key, p)) < 0) return rc;
+    }
+    struct rtr_choice *choice = tow_arena_alloc(&c->a->req.arena, sizeof *choice);
+    if (!choice) return no_memory(c);
+    *choice = (struct rtr_choice){p->ids, p->n, 0};
+    c->a->req.choices = choice;
+    c->a->req.n_choices = 1;
+    return 0;
+}
+
+int rtr_ask_parse(struct rtr_ask **out, enum rtr_route route, const char *body, size_t n,
+                  const struct rtr_ask_rules *rules, struct rtr_api_error *e)
+{
+    struct rtr_ask_rules r = *rules;
+    if (!r.n_vocab) r.n_vocab = (uint32_t)text_tokenizer_n_ids(r.tok);
+    struct json_limits limits = {.max_bytes = rules->max_body_bytes};
+    struct check c = {.rules = &r, .e = e};
+    memset(e, 0, sizeof *e);
+    struct rtr_ask *a = calloc(1, sizeof *a);
+    if (!a) return no_memory(&c);
+    tow_arena_init(&a->req.arena, ARENA_BYTES);
+    a->route = route;
+    a->created = tow_wall_s();
+    c.a = a;
+    int rc = json_parse(&a->tree, body, n, &limits, &c.err);
+    if (rc < 0) {
+        rc = rc == TOW_ENOMEM    ? no_memory(&c)
+             : rc == TOW_ETOOBIG ? rtr_api_fail(e, 413, "body_too_large", NULL, "%s", c.err.msg)
+                                 : rtr_api_fail(e, 400, "invalid_json", NULL, "%s", c.err.msg);
+        goto free_ask;
+    }
+    c.root = a->tree;
+    if (json_type(a->tree) != JSON_OBJECT) {
+        rc = rtr_api_fail(e, 400, "invalid_type", NULL, "the body is %s, not an object",
+                          json_type_name(a->tree));
+        goto free_ask;
+    }
+    rc = route == RTR_CHAT || route == RTR_COMPLETIONS ? check_generation(&c) : check_ids_only(&c);
+    if (rc < 0) goto free_ask;
+    snprintf(a->req.id, sizeof a->req.id, "%s-%016" PRIx64 "%08" PRIx32,
+             route == RTR_CHAT ? "chatcmpl" : "cmpl", tow_random_u64(), (uint32_t)tow_random_u64());
+    *out = a;
+    return 0;
+
+free_ask:
+    rtr_ask_free(a);
+    return rc;
+}
+
+void rtr_ask_free(struct rtr_ask *a)
+{
+    if (!a) return;
+    if (a->has_chat) text_chat_prompt_fini(&a->chat);
+    json_free(a->tree);
+    tow_arena_fini(&a->req.arena);
+    free(a);
+}
