@@ -39,6 +39,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <ucp/api/ucp.h>
+#include <ucs/config/global_opts.h>
 
 #if UCP_API_VERSION < UCP_VERSION(1, 12)
 #error "UCX 1.12 or later is needed"
@@ -156,16 +157,19 @@ static void note_init(struct note *n, enum note_kind kind)
 /* --- opening and closing ------------------------------------------------------------------------
  */
 
+/* By the environment, because that is where transports look for their settings in all versions
+ * (ucp_config_modify() reaches them only in later ones). */
 void net_link_setup(void)
 {
-    /* An operator's own setting wins. Read by UCX when the context is made, so it must be the
-     * environment: not all of these can be given to ucp_config_modify() in every version. */
-    setenv("UCX_POSIX_ERROR_HANDLING", "y", 0);
-    setenv("UCX_SYSV_ERROR_HANDLING", "y", 0);
-    setenv("UCX_KEEPALIVE_INTERVAL", "1s", 0);
-    setenv("UCX_TCP_SNDBUF", "4M", 0);
-    setenv("UCX_TCP_RCVBUF", "4M", 0);
-    setenv("UCX_WARN_UNUSED_ENV_VARS", "n", 0);
+    static const char *const settings[][2] = {{"UCX_POSIX_ERROR_HANDLING", "y"},
+                                              {"UCX_SYSV_ERROR_HANDLING", "y"},
+                                              {"UCX_KEEPALIVE_INTERVAL", "1s"},
+                                              {"UCX_TCP_SNDBUF", "4M"},
+                                              {"UCX_TCP_RCVBUF", "4M"}};
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
+        setenv(settings[i][0], settings[i][1], 0);
+    /* With UCX_TLS restricted some of these go unused, which is no reason to complain on stdout. */
+    ucs_global_opts_set_value("WARN_UNUSED_ENV_VARS", "n");
 }
 
 static ucs_status_t on_am_message(void *arg, const void *header, size_t header_bytes, void *data,

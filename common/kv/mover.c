@@ -1,0 +1,463 @@
+/* kv/mover.c - the transfer thread's loop and the two queues that join it to the control thread.
+ *
+ * How      Commands and events are heap objects whose pointers pass through a tow_inbox each way. A
+ *          command that finds its inbox full is refused to the caller. An event must not be lost, since
+ *          pages hang on it: one that finds its inbox full waits in a backlog and goes first next time.
+ *          Commands are looked at before any message is: whatever the control thread did before it told
+ *          the world (expect, then GRANT) is then known here before the world can answer.
+ *
+ *          The loop sleeps in net_link_wait(): in UCX's descriptor, the wake descriptor, or until the
+ *          next tick. Ticks (heartbeats, leases, deadlines) exist only while there is a peer or a ticket.
+ *
+ * Rejected A uv loop on this thread: see net/link.c. Timers per ticket: a scan of at most max_tickets
+ *          machines four times per heartbeat costs microseconds and has nothing to forget to disarm.
+ */
+#include "common/base/clock.h"
+#include "common/base/err.h"
+#include "common/base/log.h"
+#include "common/kv/mover_impl.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+enum { COMMANDS = 16384, EVENTS = 16384, TICKS_PER_HEARTBEAT = 4 };
+
+static void on_command_wake(void *arg)
+{
+    struct kv_mover *m = arg;
+    uint64_t one = 1;
+    ssize_t n = write(m->wake_fd, &one, sizeof one);
+    (void)n; /* full means: signalled already */
+}
+
+/* --- the transfer thread ------------------------------------------------------------------------ */
+
+void mover_post(struct kv_mover *m, const struct kv_mover_event *ev, const void *note)
+{
+    if (m->stopping) return;
+    struct mover_event *e = malloc(sizeof *e + ev->note_bytes);
+    tow_assert(e); /* an event that cannot be told would leak pages for ever */
+    e->pub = *ev;
+    tow_list_init(&e->node);
+    if (ev->note_bytes) memcpy(e->note, note, ev->note_bytes);
+    e->pub.note = e->note;
+    tow_list_append(&m->backlog, &e->node);
+}
+
+static void post_backlog(struct kv_mover *m)
+{
+    while (!tow_list_empty(&m->backlog)) {
+        struct mover_event *e = TOW_CONTAINER(m->backlog.next, struct mover_event, node);
+        tow_list_remove(&e->node);
+        if (tow_inbox_post(m->events, &e) == 0) continue;
+        tow_list_prepend(&m->backlog, &e->node);
+        return;
+    }
+}
+
+void mover_run_commands(struct kv_mover *m)
+{
+    struct command *c;
+    while (tow_inbox_take(m->commands, &c)) {
+        switch (c->kind) {
+        case CMD_CONNECT: mover_connect(m, c); break;
+        case CMD_DROP: mover_drop(m, c); break;
+        case CMD_SEND: ship_send(m, c); break;
+        case CMD_OFFER: ship_offer(m, c); break;
+        case CMD_TOUCH: ship_step(m, c->ticket, KV_XFER_TOUCH, 0); break;
+        case CMD_EXPECT: ship_expect(m, c); break;
+        case CMD_CANCEL: ship_step(m, c->ticket, KV_XFER_CANCEL, c->code); break;
+        case CMD_STOP: m->stopping = true; break;
+        }
+        free(c);
+    }
+}
+
+static void publish(struct kv_mover *m)
+{
+    struct net_link_stats ls;
+    net_link_stats(m->link, &ls);
+    m->own.empty_wakes = ls.empty_wakes;
+    m->own.ep_errors = ls.ep_errors;
+    m->own.tickets_live = m->n_tickets;
+    pthread_mutex_lock(&m->lock);
+    m->stats = m->own;
+    pthread_mutex_unlock(&m->lock);
+}
+
+static void drain_wake_fd(struct kv_mover *m)
+{
+    uint64_t n;
+    ssize_t rc = read(m->wake_fd, &n, sizeof n);
+    (void)rc; /* nothing to read is fine */
+}
+
+static void loop(struct kv_mover *m)
+{
+    uint32_t tick_ms = m->cfg.heartbeat_ms / TICKS_PER_HEARTBEAT;
+    if (tick_ms == 0) tick_ms = 1;
+    m->turned_ms = tow_now_ms();
+    while (!m->stopping) {
+        m->now_ms = tow_now_ms();
+        /* Whoever was stopped (SIGSTOP, a frozen host) is dead to its peers already. */
+        uint64_t gap = m->now_ms - m->turned_ms;
+        if (gap >= (uint64_t)m->cfg.heartbeat_ms * NET_PEER_DEAD_AFTER) mover_stood_still(m, gap);
+        m->turned_ms = m->now_ms;
+        drain_wake_fd(m);
+        mover_run_commands(m);
+        unsigned happened = net_link_progress(m->link);
+        bool idle = tow_list_empty(&m->conns) && tow_list_empty(&m->targets) && m->n_tickets == 0;
+        m->now_ms = tow_now_ms();
+        if (m->now_ms >= m->tick_at_ms) {
+            m->tick_at_ms = m->now_ms + tick_ms;
+            mover_tick_peers(m);
+            ship_tick(m);
+        }
+        publish(m); /* before the events, so that who hears of something finds it counted */
+        post_backlog(m);
+        if (happened || m->stopping) continue;
+        uint64_t left = m->tick_at_ms > m->now_ms ? m->tick_at_ms - m->now_ms : 0;
+        /* Also when idle it turns now and then, so that a long sleep is not taken for a stop. */
+        if (idle) left = m->cfg.heartbeat_ms;
+        if (!tow_list_empty(&m->backlog)) left = 1;
+        net_link_wait(m->link, m->wake_fd, (int)left);
+    }
+}
+
+static int start(struct kv_mover *m, struct tow_err *err)
+{
+    static const char *const what[] = {"pages", "tails"};
+    struct net_link_hooks hooks = {mover_on_message, mover_on_bulk, mover_on_ep_error, m};
+    int rc = net_link_open(&m->link, &hooks, err);
+    if (rc < 0) return rc;
+    for (int a = 0; a < KV_AREAS && rc == 0; a++) {
+        /* One page more than asked for: what goes over a link to prove it. */
+        size_t extra = a == KV_AREA_PAGES ? m->cfg.page_bytes : 0;
+        rc = net_region_new(m->link, m->cfg.area_bytes[a] + extra, &m->regions[a], err);
+        if (rc < 0)
+            tow_note(err, "memory for %s", what[a]);
+        else
+            m->areas[a] = net_region_base(m->regions[a]);
+    }
+    if (rc < 0) {
+        net_link_free(m->link);
+        m->link = NULL;
+        return rc;
+    }
+    uint8_t *probe = (uint8_t *)m->areas[KV_AREA_PAGES] + m->cfg.area_bytes[KV_AREA_PAGES];
+    for (size_t i = 0; i < m->cfg.page_bytes; i++) probe[i] = (uint8_t)(i * 131 + (i >> 8));
+    m->address = net_link_address(m->link, &m->address_bytes);
+    m->has_cuda = net_link_has_cuda(m->link);
+    if (m->address_bytes > WIRE_MAX_ADDRESS) {
+        net_link_free(m->link);
+        m->link = NULL;
+        return tow_fail(err, TOW_ECONFIG,
+                        "data address has %zu bytes, at most %u fit: limit UCX_NET_DEVICES",
+                        m->address_bytes, WIRE_MAX_ADDRESS);
+    }
+    return 0;
+}
+
+static void *thread_main(void *arg)
+{
+    struct kv_mover *m = arg;
+    struct tow_err err = {0};
+    int rc = start(m, &err);
+    pthread_mutex_lock(&m->lock);
+    m->started = true;
+    m->start_code = rc;
+    m->start_err = err;
+    pthread_cond_signal(&m->started_cond);
+    pthread_mutex_unlock(&m->lock);
+    if (rc < 0) return NULL;
+    loop(m);
+    net_link_free(m->link);
+    ship_free_all(m);
+    mover_free_peers(m);
+    TOW_LIST_EACH_SAFE (n, &m->backlog) free(TOW_CONTAINER(n, struct mover_event, node));
+    return NULL;
+}
+
+/* --- open and close ----------------------------------------------------------------------------- */
+
+static int copy_fact(struct kv_mover *m, const char *field, const char *value, struct tow_err *err)
+{
+    struct mover_fact *f = &m->facts[m->n_facts];
+    if (strlen(field) > WIRE_MAX_NAME || strlen(value) > WIRE_MAX_VALUE)
+        return tow_fail(err, TOW_EINVAL, "fact %s: name or value too long", field);
+    snprintf(f->field, sizeof f->field, "%s", field);
+    snprintf(f->value, sizeof f->value, "%s", value);
+    m->n_facts++;
+    return 0;
+}
+
+static int configure(struct kv_mover *m, const struct kv_mover_config *cfg, struct tow_err *err)
+{
+    m->cfg = *cfg;
+    if (!m->cfg.heartbeat_ms) m->cfg.heartbeat_ms = 1000;
+    if (!m->cfg.lease_ms) m->cfg.lease_ms = 30000;
+    if (!m->cfg.max_tickets) m->cfg.max_tickets = 1024;
+    if (!m->cfg.max_peers) m->cfg.max_peers = 64;
+    if (!net_peer_name_ok(cfg->name))
+        return tow_fail(err, TOW_EINVAL, "name %s: not usable", cfg->name);
+    if (!cfg->page_bytes || !cfg->tail_bytes || cfg->page_bytes > UINT32_MAX ||
+        cfg->tail_bytes > UINT32_MAX)
+        return tow_fail(err, TOW_EINVAL,
+                        "page of %zu and tail of %zu bytes: 1 to 4294967295 are possible",
+                        cfg->page_bytes, cfg->tail_bytes);
+    if (cfg->n_facts > MOVER_FACTS_MAX)
+        return tow_fail(err, TOW_EINVAL, "%u facts, at most %d are possible", cfg->n_facts,
+                        MOVER_FACTS_MAX);
+    snprintf(m->name, sizeof m->name, "%s", cfg->name);
+    m->cfg.name = m->name;
+    char number[32];
+    int rc = 0;
+    for (uint32_t i = 0; i < cfg->n_facts && rc == 0; i++)
+        rc = copy_fact(m, cfg->facts[i].field, cfg->facts[i].value, err);
+    snprintf(number, sizeof number, "%zu", cfg->page_bytes);
+    if (rc == 0) rc = copy_fact(m, "link.page_bytes", number, err);
+    snprintf(number, sizeof number, "%zu", cfg->tail_bytes);
+    if (rc == 0) rc = copy_fact(m, "link.tail_bytes", number, err);
+    return rc;
+}
+
+int kv_mover_open(struct kv_mover **out, const struct kv_mover_config *cfg, struct tow_err *err)
+{
+    struct kv_mover *m = calloc(1, sizeof *m);
+    if (!m) return tow_fail(err, TOW_ENOMEM, "no memory for the mover");
+    int rc = configure(m, cfg, err);
+    if (rc < 0) goto free_mover;
+    tow_list_init(&m->conns);
+    tow_list_init(&m->targets);
+    tow_list_init(&m->backlog);
+    for (m->n_buckets = 64; m->n_buckets < m->cfg.max_tickets; m->n_buckets *= 2) {
+    }
+    m->buckets = malloc(m->n_buckets * sizeof *m->buckets);
+    if (!m->buckets) {
+        rc = tow_fail(err, TOW_ENOMEM, "no memory for %u tickets", m->cfg.max_tickets);
+        goto free_mover;
+    }
+    for (uint32_t i = 0; i < m->n_buckets; i++) tow_list_init(&m->buckets[i]);
+    m->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
+    if (m->wake_fd < 0) {
+        rc = tow_fail(err, TOW_ESYS, "no descriptor to wake the transfer thread");
+        goto free_buckets;
+    }
+    rc = tow_inbox_new(&m->commands, COMMANDS, sizeof(struct command *), on_command_wake, m, err);
+    if (rc < 0) goto close_fd;
+    rc = tow_inbox_new(&m->events, EVENTS, sizeof(struct mover_event *), cfg->wake, cfg->wake_arg,
+                       err);
+    if (rc < 0) goto free_commands;
+    pthread_mutex_init(&m->lock, NULL);
+    pthread_cond_init(&m->started_cond, NULL);
+    net_link_setup();
+    if (pthread_create(&m->thread, NULL, thread_main, m) != 0) {
+        rc = tow_fail(err, TOW_ESYS, "no transfer thread");
+        goto free_events;
+    }
+    pthread_mutex_lock(&m->lock);
+    while (!m->started) pthread_cond_wait(&m->started_cond, &m->lock);
+    pthread_mutex_unlock(&m->lock);
+    if (m->start_code < 0) {
+        pthread_join(m->thread, NULL);
+        rc = tow_fail(err, m->start_code, "%s", m->start_err.msg);
+        goto free_events;
+    }
+    *out = m;
+    return 0;
+
+free_events:
+    pthread_cond_destroy(&m->started_cond);
+    pthread_mutex_destroy(&m->lock);
+    tow_inbox_free(m->events);
+free_commands:
+    tow_inbox_free(m->commands);
+close_fd:
+    close(m->wake_fd);
+free_buckets:
+    free(m->buckets);
+free_mover:
+    free(m);
+    return rc;
+}
+
+static int command_post(struct kv_mover *m, struct command *c)
+{
+    int rc = tow_inbox_post(m->commands, &c);
+    if (rc < 0) free(c);
+    return rc;
+}
+
+static struct command *command_new(enum command_kind kind, size_t payload)
+{
+    struct command *c = calloc(1, sizeof *c + payload);
+    if (!c) return NULL;
+    c->kind = kind;
+    c->payload_bytes = payload;
+    return c;
+}
+
+void kv_mover_close(struct kv_mover *m)
+{
+    if (!m) return;
+    struct command *stop = command_new(CMD_STOP, 0);
+    while (!stop || tow_inbox_post(m->commands, &stop) < 0) {
+        /* The thread empties its inbox all the time, so there is room in a moment. */
+        usleep(1000);
+        if (!stop) stop = command_new(CMD_STOP, 0);
+    }
+    pthread_join(m->thread, NULL);
+    struct command *c;
+    while (tow_inbox_take(m->commands, &c)) free(c);
+    struct mover_event *e;
+    while (tow_inbox_take(m->events, &e)) free(e);
+    free(m->last);
+    tow_inbox_free(m->events);
+    tow_inbox_free(m->commands);
+    pthread_cond_destroy(&m->started_cond);
+    pthread_mutex_destroy(&m->lock);
+    close(m->wake_fd);
+    free(m->buckets);
+    free(m);
+}
+
+void *kv_mover_area(const struct kv_mover *m, enum kv_area area)
+{
+    return m->areas[area];
+}
+bool kv_mover_has_cuda(const struct kv_mover *m)
+{
+    return m->has_cuda;
+}
+const void *kv_mover_address(const struct kv_mover *m, size_t *bytes)
+{
+    *bytes = m->address_bytes;
+    return m->address;
+}
+
+void kv_mover_stats(struct kv_mover *m, struct kv_mover_stats *out)
+{
+    pthread_mutex_lock(&m->lock);
+    *out = m->stats;
+    pthread_mutex_unlock(&m->lock);
+}
+
+bool kv_mover_event(struct kv_mover *m, struct kv_mover_event *out)
+{
+    free(m->last);
+    m->last = NULL;
+    struct mover_event *e;
+    if (!tow_inbox_take(m->events, &e)) return false;
+    m->last = e;
+    *out = e->pub;
+    return true;
+}
+
+/* --- commands ----------------------------------------------------------------------------------- */
+
+static int name_peer(struct command *c, const char *peer, uint64_t incarnation)
+{
+    if (!net_peer_name_ok(peer)) {
+        free(c);
+        return TOW_EINVAL;
+    }
+    snprintf(c->peer, sizeof c->peer, "%s", peer);
+    c->incarnation = incarnation;
+    return 0;
+}
+
+int kv_mover_connect(struct kv_mover *m, const char *name, uint64_t incarnation,
+                     const void *address, size_t bytes)
+{
+    if (bytes == 0 || bytes > WIRE_MAX_ADDRESS) return TOW_EINVAL;
+    struct command *c = command_new(CMD_CONNECT, bytes);
+    if (!c) return TOW_ENOMEM;
+    int rc = name_peer(c, name, incarnation);
+    if (rc < 0) return rc;
+    memcpy(c->payload, address, bytes);
+    return command_post(m, c);
+}
+
+void kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation)
+{
+    struct command *c = command_new(CMD_DROP, 0);
+    if (c && name_peer(c, name, incarnation) == 0) command_post(m, c);
+}
+
+int kv_mover_send(struct kv_mover *m, const struct kv_send *s)
+{
+    if (s->n_pages > KV_XFER_MAX_PAGES) return TOW_ETOOBIG;
+    struct command *c = command_new(CMD_SEND, 0);
+    if (!c) return TOW_ENOMEM;
+    int rc = name_peer(c, s->peer, s->incarnation);
+    if (rc < 0) return rc;
+    c->ticket = s->ticket;
+    c->n = s->n_pages;
+    c->lease_ms = s->lease_ms;
+    c->cookie = s->cookie;
+    return command_post(m, c);
+}
+
+int kv_mover_offer(struct kv_mover *m, struct kv_ticket t, const struct kv_offer *parts, uint32_t n,
+                   const void *note, uint32_t note_bytes)
+{
+    if (note_bytes > KV_MOVER_NOTE_MAX || n > KV_XFER_MAX_PAGES + 1) return TOW_ETOOBIG;
+    for (uint32_t i = 0; i < n; i++) {
+        bool tail = parts[i].index == KV_PART_TAIL;
+        size_t area = m->cfg.area_bytes[tail ? KV_AREA_TAILS : KV_AREA_PAGES];
+        size_t bytes = tail ? m->cfg.tail_bytes : m->cfg.page_bytes;
+        if (parts[i].offset > area || bytes > area - parts[i].offset) return TOW_EINVAL;
+    }
+    size_t list = n * sizeof *parts;
+    struct command *c = command_new(CMD_OFFER, list + note_bytes);
+    if (!c) return TOW_ENOMEM;
+    c->ticket = t;
+    c->n = n;
+    c->note_bytes = note_bytes;
+    memcpy(c->payload, parts, list);
+    if (note_bytes) memcpy(c->payload + list, note, note_bytes);
+    return command_post(m, c);
+}
+
+int kv_mover_expect(struct kv_mover *m, const struct kv_expect *e)
+{
+    if (e->n_pages > KV_XFER_MAX_PAGES) return TOW_ETOOBIG;
+    size_t pages = m->cfg.area_bytes[KV_AREA_PAGES], tails = m->cfg.area_bytes[KV_AREA_TAILS];
+    for (uint32_t i = 0; i < e->n_pages; i++)
+        if (e->page_offsets[i] > pages || m->cfg.page_bytes > pages - e->page_offsets[i])
+            return TOW_EINVAL;
+    if (e->tail_offset > tails || m->cfg.tail_bytes > tails - e->tail_offset) return TOW_EINVAL;
+    struct command *c = command_new(CMD_EXPECT, e->n_pages * sizeof *e->page_offsets);
+    if (!c) return TOW_ENOMEM;
+    int rc = name_peer(c, e->peer, e->incarnation);
+    if (rc < 0) return rc;
+    c->ticket = e->ticket;
+    c->n = e->n_pages;
+    c->tail_offset = e->tail_offset;
+    c->lease_ms = e->lease_ms;
+    c->cookie = e->cookie;
+    if (e->n_pages) memcpy(c->payload, e->page_offsets, c->payload_bytes);
+    return command_post(m, c);
+}
+
+static int ticket_command(struct kv_mover *m, enum command_kind kind, struct kv_ticket t, int code)
+{
+    struct command *c = command_new(kind, 0);
+    if (!c) return TOW_ENOMEM;
+    c->ticket = t;
+    c->code = code;
+    return command_post(m, c);
+}
+
+int kv_mover_touch(struct kv_mover *m, struct kv_ticket t)
+{
+    return ticket_command(m, CMD_TOUCH, t, 0);
+}
+
+int kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code)
+{
+    return ticket_command(m, CMD_CANCEL, t, code);
+}
