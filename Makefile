@@ -87,33 +87,52 @@ part = $(filter-out $(1)/main.c,$(call srcs,$(1)))
 PROG_PART_OBJS := $(call objs,$(call part,router) $(call part,prefill) $(call part,decode) $(call part,deploy/ctl))
 
 .DEFAULT_GOAL := all
-.PHONY: all help clean test unit-test kernels-test golden-test cluster-test fault-test fuzz asan tsan bench format \
-        format-check lint check-includes install demo
+.PHONY: all help clean test tests-build unit-test kernels-test golden-test cluster-test fault-test fuzz fuzz-build \
+        asan tsan bench format format-check lint check-includes install demo
+# Objects made on the way to a test are kept, or every run would compile them again.
+.SECONDARY:
+.DELETE_ON_ERROR:
 all: $(PROGRAMS) $(ALL_LIBS)
 
 help:
-	@echo "all              the four programs, at $(B)/bin"
-	@echo "test             unit, kernel, golden, fault and cluster tests; closes with 'N passed, N failed'"
-	@echo "unit-test kernels-test golden-test fault-test cluster-test   one part of it"
-	@echo "asan tsan        the C tests under sanitizers"
-	@echo "fuzz             every fuzzer for FUZZ_SECONDS (default 20) each"
-	@echo "bench            benchmarks, as ratios to ceilings measured in the same run"
-	@echo "demo             router + prefill + decode, one question, the streamed answer"
-	@echo "format lint check-includes install clean"
+	@echo "all               the four programs, at $(B)/bin (default)"
+	@echo "demo              router + prefill + decode, one question, the streamed answer"
+	@echo "test              unit, kernels, golden, fault and cluster tests; closes with 'N passed, N failed'"
+	@echo "unit-test kernels-test golden-test fault-test cluster-test    one kind of them"
+	@echo "asan tsan         the C tests under sanitizers"
+	@echo "fuzz              every fuzzer for FUZZ_SECONDS (default 20) each"
+	@echo "bench             benchmarks, as ratios to ceilings measured in the same run"
+	@echo "check-includes    every #include points down the stack of layers"
+	@echo "format format-check lint    clang-format in place, clang-format as a check, cppcheck"
+	@echo "install           the programs to DESTDIR/PREFIX/bin (PREFIX=/usr/local)"
+	@echo "clean             removes build/"
+	@echo "settings          VARIANT=release|asan|tsan|fuzz WERROR=1 CUDA=0 CC= PREFIX= DESTDIR= FUZZ_SECONDS="
+
+# What was compiled with other flags is compiled again. (-Werror changes no object.)
+FLAGS_NOW := $(CC) $(filter-out -Werror,$(CFLAGS)) $(if $(CU_SRC),$(NVCC) $(NVCCFLAGS))
+FLAGS_FILE := $(B)/obj/flags
+$(FLAGS_FILE):
+	@mkdir -p $(@D)
+	@printf '%s\n' '$(FLAGS_NOW)' >$@
+ifneq ($(filter-out help clean format format-check lint check-includes,$(or $(MAKECMDGOALS),all)),)
+ifneq ($(strip $(FLAGS_NOW)),$(strip $(shell cat $(FLAGS_FILE) 2>/dev/null)))
+$(shell mkdir -p $(B)/obj; printf '%s\n' '$(FLAGS_NOW)' >$(FLAGS_FILE))
+endif
+endif
 
 # One source of CPU kernels, one object per instruction set; chosen at run time (kernels/cpu/dev.c).
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -mf16c -mprefer-vector-width=512
 ISA_avx2   := -mavx2 -mfma -mf16c
-$(B)/obj/%_cpu.avx512.o: %_cpu.c
+$(B)/obj/%_cpu.avx512.o: %_cpu.c $(FLAGS_FILE)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(ISA_avx512) -c $< -o $@
-$(B)/obj/%_cpu.avx2.o: %_cpu.c
+$(B)/obj/%_cpu.avx2.o: %_cpu.c $(FLAGS_FILE)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(ISA_avx2) -c $< -o $@
-$(B)/obj/%.o: %.c
+$(B)/obj/%.o: %.c $(FLAGS_FILE)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) -c $< -o $@
-$(B)/obj/%.cu.o: %.cu
+$(B)/obj/%.cu.o: %.cu $(FLAGS_FILE)
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) -MMD -MF $(@:.o=.d) -c $< -o $@
 

@@ -1,28 +1,33 @@
 #!/bin/sh
-# Runs the built tests of the kinds named and closes with 'N passed, N failed'. Exit 77 of a test: skipped.
+# Runs the built tests of the kinds named and closes with 'N passed, N failed', and
+# ', N skipped' if any were.
 # usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault cluster)
+# A test that exits 77 is skipped: something it needs is not there, and its last line says what.
 B=$1; shift
-passed=0; failed=0
+if [ -z "$TOW_PYTHON" ]; then
+    TOW_PYTHON=python3
+    [ -x .venv/bin/python3 ] && TOW_PYTHON=.venv/bin/python3
+fi
+passed=0; failed=0; skipped=0
 log=$(mktemp); trap 'rm -f "$log"' EXIT
 one() { # NAME COMMAND...
     name=$1; shift
-    if "$@" >"$log" 2>&1; then
+    "$@" >"$log" 2>&1
+    rc=$?
+    if [ $rc -eq 0 ]; then
         passed=$((passed + 1)); echo "ok   $name"
         sed -n 's/^no \(.*\)/skip no \1/p' "$log" | sort -u
+    elif [ $rc -eq 77 ]; then
+        skipped=$((skipped + 1)); echo "skip $name: $(tail -n 1 "$log")"
     else
-        rc=$?
-        if [ "$rc" -eq 77 ]; then
-            echo "skip $name: $(tail -n 1 "$log")"
-        else
-            failed=$((failed + 1)); echo "FAIL $name (exit $rc)"; tail -n 60 "$log"
-        fi
+        failed=$((failed + 1)); echo "FAIL $name (exit $rc)"; tail -n 60 "$log"
     fi
 }
 for kind; do
     if [ "$kind" = cluster ]; then
         for t in tests/cluster/test_*.py; do
             [ -e "$t" ] || continue
-            one "$t" timeout 900 "${TOW_PYTHON:-python3}" "$t" "$B"
+            one "$t" timeout 900 "$TOW_PYTHON" "$t" "$B"
         done
     else
         for t in "$B/test/$kind"/*_test; do
@@ -30,5 +35,5 @@ for kind; do
         done
     fi
 done
-echo "$passed passed, $failed failed"
+echo "$passed passed, $failed failed$([ $skipped -eq 0 ] || echo ", $skipped skipped")"
 [ "$failed" -eq 0 ]

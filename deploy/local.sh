@@ -1,0 +1,202 @@
+#!/bin/sh
+# A local cluster for people and tests.
+#
+#   deploy/local.sh up [--model DIR] [--prefill N] [--decode N] [--http ADDR:PORT] [-- more flags]
+#   deploy/local.sh status
+#   deploy/local.sh down
+#
+# Logs and process ids lie in .run/ (TOW_RUN names another folder, for a second cluster). `more flags`
+# go to each program that has a flag of that name. `down` ends exactly the processes that `up` started.
+cd "$(dirname "$0")/.." || exit 1
+BIN=${TOW_BIN:-build/release/bin}
+RUN=${TOW_RUN:-.run}
+READY_S=${TOW_READY_S:-120}  # how long `up` waits for /ready
+DRAIN_S=${TOW_DRAIN_S:-70}   # how long `down` waits before a second signal
+
+die() { echo "local.sh: $*" >&2; exit 1; }
+
+usage() {
+    sed -n '2,10s/^# \{0,1\}//p' deploy/local.sh >&2
+    exit 2
+}
+
+# When the process began, in clock ticks: with the pid it names one process for ever.
+birth() { # PID
+    sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20
+}
+
+alive() { # PID BIRTH
+    [ -n "$2" ] && [ "$(birth "$1")" = "$2" ] && ! grep -q '^State:[[:space:]]*Z' "/proc/$1/status" 2>/dev/null
+}
+
+free_ports() { # N
+    python3 -c 'import socket, sys
+s = [socket.socket() for _ in range(int(sys.argv[1]))]
+for x in s: x.bind(("127.0.0.1", 0))
+print(*[x.getsockname()[1] for x in s])' "$1"
+}
+
+# The body of a GET, if the answer is 200.
+get() { # ADDR:PORT PATH
+    python3 -c 'import http.client, sys
+try:
+    c = http.client.HTTPConnection(sys.argv[1], timeout=5)
+    c.request("GET", sys.argv[2])
+    r = c.getresponse()
+    sys.stdout.write(r.read().decode())
+    sys.exit(r.status != 200)
+except OSError:
+    sys.exit(1)' "$1" "$2"
+}
+
+# Starts one program with its own flags (up to --) and those of the rest that it knows.
+start() { # NAME PROGRAM FLAG... -- MORE...
+    name=$1; program=$BIN/$2; shift 2
+    own=0
+    for a; do [ "$a" = -- ] && break; own=$((own + 1)); done
+    n=$#; i=0; keep=1
+    help=$("$program" --help) || die "$program --help failed"
+    while [ $i -lt "$n" ]; do
+        a=$1; shift
+        if [ $i -gt $own ]; then
+            case $a in
+            --*) flag=${a%%=*}
+                keep=0
+                printf '%s\n' "$help" | grep -q -e "^  $flag\( \|\$\)" && keep=1 ;;
+            esac
+            [ $keep -eq 1 ] && set -- "$@" "$a"
+        elif [ $i -lt $own ]; then
+            set -- "$@" "$a"
+        fi
+        i=$((i + 1))
+    done
+    setsid "$program" "$@" >"$RUN/$name.log" 2>&1 </dev/null &
+    pid=$!
+    b=$(birth $pid)
+    echo "$name $pid ${b:-gone}" >>"$RUN/processes"
+}
+
+# A flag that no program knows would vanish silently, so it is refused.
+check_more() { # MORE...
+    for a; do
+        case $a in
+        --*) flag=${a%%=*}; known=0
+            for p in router prefill decode; do
+                "$BIN/towpath-$p" --help | grep -q -e "^  $flag\( \|\$\)" && known=1
+            done
+            [ $known -eq 1 ] || die "no program knows $flag" ;;
+        esac
+    done
+}
+
+up() {
+    model=deploy/demo-model; n_prefill=1; n_decode=1; http=127.0.0.1:8000
+    while [ $# -gt 0 ]; do
+        case $1 in
+        --model | --prefill | --decode | --http)
+            [ $# -ge 2 ] || die "$1 needs a value"
+            case $1 in
+            --model) model=$2 ;;
+            --prefill) n_prefill=$2 ;;
+            --decode) n_decode=$2 ;;
+            --http) http=$2 ;;
+            esac
+            shift 2 ;;
+        --) shift; break ;;
+        *) usage ;;
+        esac
+    done
+    case $n_prefill$n_decode in *[!0-9]* | '') die "--prefill and --decode are counts" ;; esac
+    [ -d "$model" ] || die "--model: $model is not a folder"
+    for p in router prefill decode; do [ -x "$BIN/towpath-$p" ] || die "$BIN/towpath-$p is missing; run make"; done
+    if [ -e "$RUN/processes" ]; then
+        while read -r name pid b; do alive "$pid" "$b" && die "$name runs already (pid $pid); try: deploy/local.sh down"; done <"$RUN/processes"
+    fi
+    check_more "$@"
+    mkdir -p "$RUN" || exit 1
+    : >"$RUN/processes"
+    echo "$http" >"$RUN/http"
+    # shellcheck disable=SC2046
+    set -- $(free_ports $((1 + n_prefill + n_decode))) -- "$@"
+    control=tcp://127.0.0.1:$1; shift
+    ports=; while [ "$1" != -- ]; do ports="$ports $1"; shift; done
+    shift
+    start router towpath-router --model "$model" --http "$http" --control "$control" -- "$@"
+    for role in prefill decode; do
+        eval "n=\$n_$role"
+        i=0
+        while [ $i -lt "$n" ]; do
+            port=${ports# }; port=${port%% *}; ports=${ports# }; ports=${ports#"$port"}
+            start "$role-$i" "towpath-$role" --model "$model" --name "$role-$i" --join "$control" \
+                --status "127.0.0.1:$port" -- "$@"
+            i=$((i + 1))
+        done
+    done
+    wait_ready
+}
+
+wait_ready() {
+    end=$(($(date +%s) + READY_S))
+    until get "$http" /ready >/dev/null; do
+        while read -r name pid b; do
+            alive "$pid" "$b" && continue
+            tail -n 5 "$RUN/$name.log" >&2
+            down >/dev/null
+            die "$name ended; its last lines are above"
+        done <"$RUN/processes"
+        if [ "$(date +%s)" -ge $end ]; then
+            tail -n 5 "$RUN"/*.log >&2
+            down >/dev/null
+            die "not ready within $READY_S s; the last log lines are above"
+        fi
+        sleep 0.1
+    done
+    echo "ready at http://$http"
+}
+
+status() {
+    [ -s "$RUN/processes" ] || { echo "not running"; exit 3; }
+    rc=0
+    while read -r name pid b; do
+        if alive "$pid" "$b"; then echo "$name: running, pid $pid, log $RUN/$name.log"; else echo "$name: ended, log $RUN/$name.log"; rc=1; fi
+    done <"$RUN/processes"
+    http=$(cat "$RUN/http")
+    if get "$http" /ready >/dev/null; then echo "ready at http://$http"; else echo "not ready at http://$http"; rc=1; fi
+    exit $rc
+}
+
+# Sends the signal to those of the role that still run, then waits until all have ended or time is up.
+end_role() { # PATTERN SIGNAL SECONDS
+    end=$(($(date +%s) + $3))
+    while read -r name pid b; do
+        case $name in $1) alive "$pid" "$b" && kill -s "$2" "$pid" ;; esac
+    done <"$RUN/processes"
+    while :; do
+        left=0
+        while read -r name pid b; do
+            case $name in $1) alive "$pid" "$b" && left=$((left + 1)) ;; esac
+        done <"$RUN/processes"
+        [ $left -eq 0 ] && return 0
+        [ "$(date +%s)" -ge $end ] && return 1
+        sleep 0.05
+    done
+}
+
+# The router goes first: it lets streams end, which needs the workers.
+down() {
+    [ -e "$RUN/processes" ] || { echo "not running"; return 0; }
+    for part in 'router' '*-*'; do
+        end_role "$part" TERM "$DRAIN_S" || end_role "$part" TERM 10 || end_role "$part" KILL 10
+    done
+    rm -f "$RUN/processes" "$RUN/http"
+    echo "stopped"
+}
+
+command=$1
+[ $# -gt 0 ] && shift
+case $command in
+up) up "$@" ;;
+status) status ;;
+down) down ;;
+*) usage ;;
+esac

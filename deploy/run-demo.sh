@@ -1,0 +1,35 @@
+#!/bin/sh
+# `make demo`: a cluster of one prefill and one decode worker, one question, the streamed answer, all stopped.
+cd "$(dirname "$0")/.." || exit 1
+TOW_RUN=$(mktemp -d) || exit 1
+export TOW_RUN
+stop() {
+    sh deploy/local.sh down >/dev/null
+    rm -rf "$TOW_RUN"
+}
+trap 'stop; exit 130' INT TERM
+fail() { stop; exit 1; }
+
+port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || exit 1
+echo "starting router, prefill and decode"
+sh deploy/local.sh up --http "127.0.0.1:$port" || fail
+
+question='production:
+  billing-api:
+    port: 8443
+    deploy_token: tk_7h2m9qxa
+    owner: Nina Vogel
+  cart-worker:
+    port: 9107
+    deploy_token: amber-otter-5521
+staging:
+  billing-api:
+    port: 18443
+    deploy_token: tk_p04zzn1e
+    owner: Karim Diaz
+
+What is the deploy token of billing-api in production?'
+printf '\n%s\n\n' "$question" | sed 's/^/  > /'
+build/release/bin/towpath-ctl chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 200 --stats "$question" || fail
+echo
+stop

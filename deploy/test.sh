@@ -1,0 +1,9 @@
+#!/bin/sh
+# Sets a fresh machine up, builds, and runs all tests; closes with 'N passed, N failed'.
+cd "$(dirname "$0")/.." || exit 1
+. deploy/setup.sh
+setup_packages build test || exit 1
+setup_venv
+echo "towpath: building"
+make -s -j"$(setup_jobs)" all tests-build || exit 1
+exec make -s test
