@@ -1,11 +1,13 @@
 /* kernels/gemm/linear_cpu.c - y = quant(x) . Wt, and the embedding.
  *
- * Rows of x are taken in blocks: each block is quantized once into shared floats, then the threads share out
- * panels of weight rows; a panel is dequantized into the thread's own scratch (it stays in the second-level
- * cache) and multiplied with every row of the block. The result of a row never depends on the blocks.
+ * Rows of x are taken in blocks that fit the second-level cache as floats: a block is quantized once into shared
+ * scratch, then the threads share out panels of weight rows; a panel is dequantized into the thread's own
+ * scratch and multiplied with every row of the block. Keeping the panel and streaming x instead was slower: floats of x
+ * from the third level cost more than dequantizing again. The result of a row never depends on the blocks.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
+#include "kernels/gemm/gemv_cpu.h"
 #include "kernels/gemm/tile_cpu.h"
 #include "kernels/gemm/weight_cpu.h"
 #include "kernels/ops.h"
@@ -13,18 +15,21 @@
 #include "common/base/err.h"
 
 enum {
-    BLOCK_ROWS = 256, /* rows of x at a time: dequantizing a panel is then 1/256 of the work */
-    PANEL_BYTES = 512 * 1024, /* of dequantized weights per thread */
+    BLOCK_BYTES = 1300 * 1024, /* of a block of rows, out of 2 MiB */
+    BLOCK_MIN = 36,            /* rows, however wide: below, dequantizing shows */
+    BLOCK_MAX = 240,
+    PANEL_BYTES = 320 * 1024, /* of dequantized weights per thread */
     PANEL_MAX = 32,
-    C_ROWS = 32, /* rows of a panel's result held before they are stored */
+    C_ROWS = 48, /* rows of a panel's result held before they are stored */
 };
 
 struct job {
     const struct kern_linear *p;
-    float *rows; /* [block][groups][kp] */
+    float *rows; /* [block][groups][ld] */
     uint8_t *panel;
     size_t stride;
-    int64_t kp, t0;
+    int64_t kp, ld, t0; /* ld: floats from row to row of the scratch */
+    bool gemv; /* few rows: weights are converted in registers, panels are only shares of work */
     int32_t n_rows, panel_rows, panels; /* panels per group */
 };
 
@@ -33,10 +38,11 @@ static void rows_part(void *arg, int64_t part, int thread)
     const struct job *j = arg;
     const struct kern_linear *p = j->p;
     int64_t t = part / p->groups, g = part % p->groups;
-    float *r = j->rows + part * j->kp;
+    float *r = j->rows + part * j->ld;
     (void)thread;
     kern_row_load(kern_at(p->x, (j->t0 + t) * p->ld_x + g * p->K, p->x_dtype), p->x_dtype, p->K, r);
     kern_row_aq(r, p->K, p->aq, p->w.input_scale);
+    if (j->gemv) kern_gemv_prepare(&p->w, r, j->kp);
 }
 
 static void panel_part(void *arg, int64_t part, int thread)
@@ -48,30 +54,45 @@ static void panel_part(void *arg, int64_t part, int thread)
     int64_t nb = p->N - n0 < j->panel_rows ? p->N - n0 : j->panel_rows;
     const float *a[C_ROWS];
     float c[C_ROWS * PANEL_MAX];
-    for (int64_t i = 0; i < nb; i++)
-        kern_weight_row(&p->w, g * p->N + n0 + i, p->round_w, w + i * j->kp);
+    for (int64_t i = 0; i < nb && !j->gemv; i++)
+        kern_weight_row(&p->w, g * p->N + n0 + i, p->round_w, w + i * j->ld);
     for (int64_t t = 0; t < j->n_rows; t += C_ROWS) {
         int64_t na = j->n_rows - t < C_ROWS ? j->n_rows - t : C_ROWS;
-        for (int64_t i = 0; i < na; i++) a[i] = j->rows + ((t + i) * p->groups + g) * j->kp;
-        kern_tile(a, na, w, nb, j->kp, j->kp, c, PANEL_MAX);
+        for (int64_t i = 0; i < na; i++) a[i] = j->rows + ((t + i) * p->groups + g) * j->ld;
+        if (j->gemv)
+            kern_gemv(&p->w, g * p->N + n0, nb, a, na, c, PANEL_MAX);
+        else
+            kern_tile(a, na, w, nb, j->ld, j->kp, c, PANEL_MAX);
         for (int64_t i = 0; i < na; i++)
             kern_row_store(kern_at_mut(p->y, (j->t0 + t + i) * p->ld_y + g * p->N + n0, p->y_dtype),
                            p->y_dtype, nb, c + i * PANEL_MAX);
     }
 }
 
+/* Equal blocks of whole tiles, none larger than the cache. */
+static int64_t rows_per_block(int64_t T, int64_t floats)
+{
+    int64_t fit = BLOCK_BYTES / (floats * 4);
+    fit = fit < BLOCK_MIN ? BLOCK_MIN : fit > BLOCK_MAX ? BLOCK_MAX : fit;
+    int64_t n = (T + fit - 1) / fit, rows = (T + n - 1) / n;
+    return rows <= KERN_TILE_A ? rows : (rows + KERN_TILE_A - 1) / KERN_TILE_A * KERN_TILE_A;
+}
+
 int KERN_ISA(kern_linear)(struct kern_stream *s, const struct kern_linear *p)
 {
     struct job j = {.p = p, .kp = kern_pad16(p->K)};
-    int64_t fit = PANEL_BYTES / (j.kp * 4), block = p->T < BLOCK_ROWS ? p->T : BLOCK_ROWS;
+    j.ld = kern_row_ld(j.kp);
     if (p->T == 0) return 0;
+    int64_t block = rows_per_block(p->T, j.ld * p->groups), fit = PANEL_BYTES / (j.ld * 4);
     j.panel_rows = fit < 4 ? 4 : fit > PANEL_MAX ? PANEL_MAX : (int32_t)(fit & ~(int64_t)3);
+    j.gemv = kern_gemv_fits(&p->w, p->T, p->round_w);
+    if (j.gemv) j.panel_rows = PANEL_MAX;
     j.panels = (p->N + j.panel_rows - 1) / j.panel_rows;
-    j.rows = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(block * p->groups * j.kp) * 4);
-    j.panel = kern_scratch_each(s, KERN_SLOT_PANEL, (size_t)(j.panel_rows * j.kp) * 4, &j.stride);
+    j.rows = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(block * p->groups * j.ld) * 4);
+    j.panel = kern_scratch_each(s, KERN_SLOT_PANEL, (size_t)(j.panel_rows * j.ld) * 4, &j.stride);
     if (!j.rows || !j.panel) return TOW_ENOMEM;
-    for (j.t0 = 0; j.t0 < p->T; j.t0 += BLOCK_ROWS) {
-        j.n_rows = (int32_t)(p->T - j.t0 < BLOCK_ROWS ? p->T - j.t0 : BLOCK_ROWS);
+    for (j.t0 = 0; j.t0 < p->T; j.t0 += block) {
+        j.n_rows = (int32_t)(p->T - j.t0 < block ? p->T - j.t0 : block);
         kern_parallel(s, (int64_t)j.n_rows * p->groups, rows_part, &j);
         kern_parallel(s, (int64_t)j.panels * p->groups, panel_part, &j);
     }

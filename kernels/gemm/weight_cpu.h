@@ -25,6 +25,12 @@ V_INLINE float kern_weight_scale(const struct kern_weight *w, int64_t n, int64_t
     return 1.0f;
 }
 
+/* Can rounding to bf16 change a value of this weight? */
+V_INLINE bool kern_weight_rounds(const struct kern_weight *w)
+{
+    return w->fmt == KERN_W_F32 || w->fmt == KERN_W_NVFP4 || w->sfmt == KERN_S_F32;
+}
+
 /* Row n of w as k floats, zero up to the next multiple of 16. */
 static inline __attribute__((unused)) void kern_weight_row(const struct kern_weight *w, int64_t n,
                                                            bool round_bf16, float *out)
@@ -43,28 +49,38 @@ static inline __attribute__((unused)) void kern_weight_row(const struct kern_wei
         break;
     case KERN_W_FP8:
         for (int64_t b = 0; b < k; b += 128) {
-            v16 s = v_set1(kern_weight_scale(w, n, b));
+            float sc = kern_weight_scale(w, n, b);
+            v16 s = v_set1(sc), s2 = v_set1(V_E4M3X2_SCALE), lo, hi;
             int64_t end = k - b < 128 ? k : b + 128;
-            for (i = b; i + 16 <= end; i += 16) v_store(out + i, v_mul(v_load_e4m3(d + i), s));
-            for (; i < end; i++) out[i] = kern_e4m3_decode(d[i]) * kern_lane0(s);
+            v_seen seen = v_seen_none();
+            for (i = b; i + 32 <= end; i += 32) {
+                v_load_e4m3x2(d + i, &lo, &hi, &seen);
+                v_store(out + i, v_mul(v_mul(lo, s2), s));
+                v_store(out + i + 16, v_mul(v_mul(hi, s2), s));
+            }
+            if (v_seen_nan(seen)) i = b; /* rare: once more, carefully */
+            for (; i + 16 <= end; i += 16) v_store(out + i, v_mul(v_load_e4m3(d + i), s));
+            for (; i < end; i++) out[i] = kern_e4m3_decode(d[i]) * sc;
         }
         break;
     case KERN_W_MXFP4:
         for (; i < k; i += 32) {
             v16 t = v_mul(v_load(kern_e2m1_value), v_set1(kern_weight_scale(w, n, i)));
-            v_store(out + i, v_lookup16(d + i / 2, t));
-            v_store(out + i + 16, v_lookup16(d + i / 2 + 8, t));
+            v_store(out + i, v_unmix(v_lookup16_mixed(d + i / 2, t)));
+            v_store(out + i + 16, v_unmix(v_lookup16_mixed(d + i / 2 + 8, t)));
         }
         break;
     case KERN_W_NVFP4:
         for (; i < k; i += 16) {
             v16 t = v_mul(v_load(kern_e2m1_value), v_set1(kern_weight_scale(w, n, i)));
-            v_store(out + i, v_lookup16(d + i / 2, v_mul(t, v_set1(w->scale2))));
+            t = v_mul(t, v_set1(w->scale2));
+            v_store(out + i, v_unmix(v_lookup16_mixed(d + i / 2, t)));
         }
         break;
     }
     for (i = k; i < kern_pad16(k); i++) out[i] = 0.0f;
-    if (round_bf16)
+    /* Rounding changes nothing where the stored value has few bits and a power of two for a scale. */
+    if (round_bf16 && kern_weight_rounds(w))
         for (i = 0; i < k; i += 16) v_store(out + i, v_round_bf16(v_load(out + i)));
 }
 

@@ -18,7 +18,7 @@ enum {
         1024, /* enough rows that an expert's weights are dequantized for several rows each */
     PANEL_BYTES = 512 * 1024,
     PANEL_MAX = 32,
-    C_ROWS = 32,
+    C_ROWS = 48,
 };
 
 struct pair {
@@ -33,10 +33,10 @@ struct job {
     const struct kern_moe *p;
     struct pair *pairs;
     struct group *groups;
-    float *x, *y; /* [rows, dp], [pairs, ip] */
+    float *x, *y; /* [rows, dl], [pairs, il] */
     uint8_t *panel;
     size_t stride;
-    int64_t dp, ip, t0;
+    int64_t dp, ip, dl, il, t0; /* padded widths; floats from row to row */
     int32_t n_rows, n_pairs, n_groups;
     int32_t up_rows, up_panels, down_rows;
 };
@@ -72,9 +72,9 @@ static void x_part(void *arg, int64_t r, int thread)
     const struct job *j = arg;
     const struct kern_moe *p = j->p;
     (void)thread;
-    kern_row_load(kern_at(p->x, (j->t0 + r) * p->D, p->act), p->act, p->D, j->x + r * j->dp);
+    kern_row_load(kern_at(p->x, (j->t0 + r) * p->D, p->act), p->act, p->D, j->x + r * j->dl);
     /* One input scale for all experts would be wrong in general: NVFP4 rows are quantized per group. */
-    if (p->aq != KERN_AQ_NVFP4) kern_row_aq(j->x + r * j->dp, p->D, p->aq, 0);
+    if (p->aq != KERN_AQ_NVFP4) kern_row_aq(j->x + r * j->dl, p->D, p->aq, 0);
 }
 
 static int32_t rows_per_panel(int64_t kp, int matrices)
@@ -88,11 +88,11 @@ static void input_rows(const struct job *j, const struct pair *pairs, int64_t n,
                        const struct kern_weight *w, float *q, const float **a)
 {
     for (int64_t i = 0; i < n; i++) {
-        a[i] = j->x + pairs[i].row * j->dp;
+        a[i] = j->x + pairs[i].row * j->dl;
         if (j->p->aq != KERN_AQ_NVFP4) continue;
-        memcpy(q + i * j->dp, a[i], (size_t)j->dp * 4);
-        kern_row_aq(q + i * j->dp, j->p->D, KERN_AQ_NVFP4, w->input_scale);
-        a[i] = q + i * j->dp;
+        memcpy(q + i * j->dl, a[i], (size_t)j->dp * 4);
+        kern_row_aq(q + i * j->dl, j->p->D, KERN_AQ_NVFP4, w->input_scale);
+        a[i] = q + i * j->dl;
     }
 }
 
@@ -104,22 +104,22 @@ static void up_part(void *arg, int64_t part, int thread)
     int64_t n0 = part % j->up_panels * j->up_rows;
     int64_t nb = p->I - n0 < j->up_rows ? p->I - n0 : j->up_rows;
     float *w1 = (float *)(j->panel + j->stride * (size_t)thread);
-    float *w3 = w1 + j->up_rows * j->dp, *q = w3 + j->up_rows * j->dp;
+    float *w3 = w1 + j->up_rows * j->dl, *q = w3 + j->up_rows * j->dl;
     const float *a[C_ROWS];
     float cg[C_ROWS * PANEL_MAX], cu[C_ROWS * PANEL_MAX];
     for (int64_t i = 0; i < nb; i++) {
-        kern_weight_row(&p->w1[g->expert], n0 + i, false, w1 + i * j->dp);
-        kern_weight_row(&p->w3[g->expert], n0 + i, false, w3 + i * j->dp);
+        kern_weight_row(&p->w1[g->expert], n0 + i, false, w1 + i * j->dl);
+        kern_weight_row(&p->w3[g->expert], n0 + i, false, w3 + i * j->dl);
     }
     for (int64_t r = 0; r < g->n; r += C_ROWS) {
         const struct pair *pairs = j->pairs + g->first + r;
         int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
         input_rows(j, pairs, na, &p->w1[g->expert], q, a);
-        kern_tile(a, na, w1, nb, j->dp, j->dp, cg, PANEL_MAX);
+        kern_tile(a, na, w1, nb, j->dl, j->dp, cg, PANEL_MAX);
         if (p->aq == KERN_AQ_NVFP4) input_rows(j, pairs, na, &p->w3[g->expert], q, a);
-        kern_tile(a, na, w3, nb, j->dp, j->dp, cu, PANEL_MAX);
+        kern_tile(a, na, w3, nb, j->dl, j->dp, cu, PANEL_MAX);
         for (int64_t i = 0; i < na; i++) {
-            float *y = j->y + (g->first + r + i) * j->ip + n0;
+            float *y = j->y + (g->first + r + i) * j->il + n0;
             for (int64_t n = 0; n < nb; n += 16) {
                 int w = nb - n < 16 ? (int)(nb - n) : 16;
                 v16 gv = v_round_act(v_loadn(cg + i * PANEL_MAX + n, w), p->act);
@@ -135,7 +135,7 @@ static void y_part(void *arg, int64_t i, int thread)
 {
     const struct job *j = arg;
     const struct kern_moe *p = j->p;
-    float *y = j->y + i * j->ip;
+    float *y = j->y + i * j->il;
     (void)thread;
     for (int64_t n = p->I; n < j->ip; n++) y[n] = 0.0f;
     kern_row_aq(y, p->I, p->aq, p->w2[j->pairs[i].expert].input_scale);
@@ -155,11 +155,11 @@ static void down_part(void *arg, int64_t part, int thread)
     for (int32_t e = 0; e < j->n_groups; e++) {
         const struct group *g = &j->groups[e];
         for (int64_t i = 0; i < nb; i++)
-            kern_weight_row(&p->w2[g->expert], n0 + i, false, w + i * j->ip);
+            kern_weight_row(&p->w2[g->expert], n0 + i, false, w + i * j->il);
         for (int64_t r = 0; r < g->n; r += C_ROWS) {
             int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
-            for (int64_t i = 0; i < na; i++) a[i] = j->y + (g->first + r + i) * j->ip;
-            kern_tile(a, na, w, nb, j->ip, j->ip, c, PANEL_MAX);
+            for (int64_t i = 0; i < na; i++) a[i] = j->y + (g->first + r + i) * j->il;
+            kern_tile(a, na, w, nb, j->il, j->ip, c, PANEL_MAX);
             for (int64_t i = 0; i < na; i++) {
                 float *o = p->out + (j->t0 + j->pairs[g->first + r + i].row) * p->D + n0;
                 for (int64_t n = 0; n < nb; n++)
@@ -173,16 +173,18 @@ int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
 {
     struct job j = {.p = p, .dp = kern_pad16(p->D), .ip = kern_pad16(p->I)};
     if (p->T == 0) return 0;
+    j.dl = kern_row_ld(j.dp);
+    j.il = kern_row_ld(j.ip);
     int64_t rows = p->T < BLOCK_ROWS ? p->T : BLOCK_ROWS, pairs = rows * p->k;
-    j.up_rows = rows_per_panel(j.dp, 2);
+    j.up_rows = rows_per_panel(j.dl, 2);
     j.up_panels = (p->I + j.up_rows - 1) / j.up_rows;
-    j.down_rows = rows_per_panel(j.ip, 1);
-    size_t up = (size_t)(2 * j.up_rows + (p->aq == KERN_AQ_NVFP4 ? C_ROWS : 0)) * (size_t)j.dp * 4;
-    size_t down = (size_t)(j.down_rows * j.ip) * 4;
+    j.down_rows = rows_per_panel(j.il, 1);
+    size_t up = (size_t)(2 * j.up_rows + (p->aq == KERN_AQ_NVFP4 ? C_ROWS : 0)) * (size_t)j.dl * 4;
+    size_t down = (size_t)(j.down_rows * j.il) * 4;
     size_t lists = (size_t)pairs * sizeof(struct pair) + (size_t)p->E * (sizeof(struct group) + 4);
     j.panel = kern_scratch_each(s, KERN_SLOT_PANEL, up > down ? up : down, &j.stride);
-    j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(rows * j.dp) * 4);
-    j.y = kern_scratch(s, KERN_SLOT_OP, (size_t)(pairs * j.ip) * 4);
+    j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(rows * j.dl) * 4);
+    j.y = kern_scratch(s, KERN_SLOT_OP, (size_t)(pairs * j.il) * 4);
     j.pairs = kern_scratch(s, KERN_SLOT_OP2, lists);
     if (!j.panel || !j.x || !j.y || !j.pairs) return TOW_ENOMEM;
     j.groups = (struct group *)(j.pairs + pairs);

@@ -273,7 +273,7 @@ static void bench_linear(void)
         char name[64];
         p.w.n = 4096;
         snprintf(name, sizeof name, "linear %s prefill T=512 N=4096", f[i].name);
-        report(name, best_of(run_linear, &p, 2), stored(&p.w), 512.0 * 4096 * k);
+        report(name, best_of(run_linear, &p, 5), stored(&p.w), 512.0 * 4096 * k);
         drop(&w);
         free(x);
         free(y);
