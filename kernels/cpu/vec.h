@@ -198,20 +198,21 @@ V_INLINE void v_sum4(float *out, v16 a, v16 b, v16 c, v16 d)
     _mm_storeu_ps(out, _mm512_castps512_ps128(x));
 }
 /* Thirty-two e4m3 codes / 256, faster than v_load_e4m3; a NaN code gives +-1.875 and a zero lane in *seen. */
-typedef __m512i v_seen;
+typedef __m256i v_seen;
 V_INLINE v_seen v_seen_none(void)
 {
-    return _mm512_set1_epi16(-1);
+    return _mm256_set1_epi8(-1);
 }
 V_INLINE bool v_seen_nan(v_seen s)
 {
-    return _mm512_testn_epi16_mask(s, s) != 0;
+    return _mm256_testn_epi8_mask(s, s) != 0;
 }
 V_INLINE void v_load_e4m3x2(const uint8_t *p, v16 *lo, v16 *hi, v_seen *seen)
 {
-    __m512i z = _mm512_slli_epi16(_mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)p)), 8);
-    *seen = _mm512_min_epu16(*seen, _mm512_andnot_si512(z, _mm512_set1_epi16(0x7f00)));
-    z = _mm512_and_si512(_mm512_srai_epi16(z, 1), _mm512_set1_epi16((int16_t)0xbfff));
+    __m256i b = _mm256_loadu_si256((const __m256i *)p);
+    *seen = _mm256_min_epu8(*seen, _mm256_andnot_si256(b, _mm256_set1_epi8(0x7f)));
+    __m512i z = _mm512_slli_epi16(_mm512_cvtepi8_epi16(b), 7);
+    z = _mm512_and_si512(z, _mm512_set1_epi16((int16_t)0xbfff));
     *lo = _mm512_cvtph_ps(_mm512_castsi512_si256(z));
     *hi = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(z, 1));
 }
@@ -246,7 +247,7 @@ V_INLINE v16 v_load_ue8m0(const uint8_t *p) /* sixteen codes -> powers of two */
                               _mm512_set1_epi32(0x7fc00000));
     return _mm512_castsi512_ps(u);
 }
-#define V_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T0)
+#define V_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
 
 #elif KERN_ISA_AVX2
 #include <immintrin.h>
@@ -417,19 +418,20 @@ V_INLINE void v_sum4(float *out, v16 a, v16 b, v16 c, v16 d)
 typedef __m256i v_seen;
 V_INLINE v_seen v_seen_none(void)
 {
-    return _mm256_set1_epi16(-1);
+    return _mm256_set1_epi8(-1);
 }
 V_INLINE bool v_seen_nan(v_seen s)
 {
-    return _mm256_movemask_epi8(_mm256_cmpeq_epi16(s, _mm256_setzero_si256())) != 0;
+    return _mm256_movemask_epi8(_mm256_cmpeq_epi8(s, _mm256_setzero_si256())) != 0;
 }
 V_INLINE void v_load_e4m3x2(const uint8_t *p, v16 *lo, v16 *hi, v_seen *seen)
 {
+    __m256i b = _mm256_loadu_si256((const __m256i *)p);
+    *seen = _mm256_min_epu8(*seen, _mm256_andnot_si256(b, _mm256_set1_epi8(0x7f)));
     for (int i = 0; i < 2; i++) {
-        __m256i z = _mm256_slli_epi16(
-            _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(p + 16 * i))), 8);
-        *seen = _mm256_min_epu16(*seen, _mm256_andnot_si256(z, _mm256_set1_epi16(0x7f00)));
-        z = _mm256_and_si256(_mm256_srai_epi16(z, 1), _mm256_set1_epi16((int16_t)0xbfff));
+        __m128i h = i ? _mm256_extracti128_si256(b, 1) : _mm256_castsi256_si128(b);
+        __m256i z = _mm256_slli_epi16(_mm256_cvtepi8_epi16(h), 7);
+        z = _mm256_and_si256(z, _mm256_set1_epi16((int16_t)0xbfff));
         v16 v = {_mm256_cvtph_ps(_mm256_castsi256_si128(z)),
                  _mm256_cvtph_ps(_mm256_extracti128_si256(z, 1))};
         *(i ? hi : lo) = v;

@@ -52,13 +52,13 @@ V_INLINE bool kern_gemv_fixed(const struct kern_weight *w, int64_t n, const floa
         v_fma(v_load(x[t] + (at)), wv, acc[r][t])
 
     if (fmt == KERN_W_FP8) {
-        v16 s2 = v_set1(V_E4M3X2_SCALE);
         for (int64_t b = 0; b < k; b += 128) {
-            v16 s[KERN_GEMV_R];
+            v16 s[KERN_GEMV_R], s2[KERN_GEMV_R];
             int64_t i = b, end = k - b < 128 ? k : b + 128;
 #pragma GCC unroll 4
             for (int r = 0; r < nr; r++) {
                 s[r] = v_set1(kern_weight_scale(w, n + r, b));
+                s2[r] = v_mul(s[r], v_set1(V_E4M3X2_SCALE));
                 V_PREFETCH(d[r] + ahead + b);
                 V_PREFETCH(d[r] + ahead + b + 64);
             }
@@ -67,8 +67,8 @@ V_INLINE bool kern_gemv_fixed(const struct kern_weight *w, int64_t n, const floa
                 for (int r = 0; r < nr; r++) {
                     v16 lo, hi;
                     v_load_e4m3x2(d[r] + i, &lo, &hi, &seen);
-                    lo = v_mul(v_mul(lo, s2), s[r]);
-                    hi = v_mul(v_mul(hi, s2), s[r]);
+                    lo = v_mul(lo, s2[r]);
+                    hi = v_mul(hi, s2[r]);
                     GEMV_ADD(i, r, lo);
                     GEMV_ADD(i + 16, r, hi);
                 }
@@ -111,7 +111,6 @@ V_INLINE bool kern_gemv_fixed(const struct kern_weight *w, int64_t n, const floa
                 for (int r = 0; r < nr; r++) {
                     int64_t i = b + g * group;
                     v16 tab = v_mul(table, v_set1(s[r][g]));
-                    if (fmt == KERN_W_NVFP4) tab = v_mul(tab, v_set1(w->scale2));
                     v16 v = v_lookup16_mixed(d[r] + i / 2, tab);
                     GEMV_ADD(i, r, v);
                     if (fmt == KERN_W_NVFP4) continue;
@@ -158,7 +157,8 @@ V_INLINE bool kern_gemv_fixed(const struct kern_weight *w, int64_t n, const floa
     for (int t = 0; t < nt; t++)
 #pragma GCC unroll 4
         for (int r = 0; r < nr; r++)
-            c[t * ld_c + r] = v_sum(mixed ? v_unmix(acc[r][t]) : acc[r][t]);
+            c[t * ld_c + r] =
+                v_sum(mixed ? v_unmix(acc[r][t]) : acc[r][t]) * kern_weight_post(w, false);
     return true;
 }
 

@@ -8,8 +8,7 @@
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
 #include "kernels/gemm/gemv_cpu.h"
-#include "kernels/gemm/tile_cpu.h"
-#include "kernels/gemm/weight_cpu.h"
+#include "kernels/gemm/panel_cpu.h"
 #include "kernels/ops.h"
 
 #include "common/base/err.h"
@@ -54,15 +53,14 @@ static void panel_part(void *arg, int64_t part, int thread)
     int64_t nb = p->N - n0 < j->panel_rows ? p->N - n0 : j->panel_rows;
     const float *a[C_ROWS];
     float c[C_ROWS * PANEL_MAX];
-    for (int64_t i = 0; i < nb && !j->gemv; i++)
-        kern_weight_row(&p->w, g * p->N + n0 + i, p->round_w, w + i * j->ld);
+    if (!j->gemv) kern_panel(&p->w, g * p->N + n0, nb, p->round_w, w, j->ld);
     for (int64_t t = 0; t < j->n_rows; t += C_ROWS) {
         int64_t na = j->n_rows - t < C_ROWS ? j->n_rows - t : C_ROWS;
         for (int64_t i = 0; i < na; i++) a[i] = j->rows + ((t + i) * p->groups + g) * j->ld;
         if (j->gemv)
             kern_gemv(&p->w, g * p->N + n0, nb, a, na, c, PANEL_MAX);
         else
-            kern_tile(a, na, w, nb, j->ld, j->kp, c, PANEL_MAX);
+            kern_panel_times(&p->w, p->round_w, a, na, w, nb, j->ld, j->kp, c, PANEL_MAX);
         for (int64_t i = 0; i < na; i++)
             kern_row_store(kern_at_mut(p->y, (j->t0 + t + i) * p->ld_y + g * p->N + n0, p->y_dtype),
                            p->y_dtype, nb, c + i * PANEL_MAX);

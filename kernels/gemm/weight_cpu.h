@@ -1,7 +1,7 @@
 /* kernels/gemm/weight_cpu.h - a stored weight row as floats, sixteen at a time.
  *
- * Rules    value = code * scale (exact where the scale is a power of two), NVFP4: (code * scale) * scale2. Every
- *          path to a weight's value, panel or register, goes by these two products in this order.
+ * Rules    value = code * scale, exact where the scale is a power of two or an e4m3 number; NVFP4's second scale is
+ *          applied to the sums (kern_weight_post). Every path, panel or register, forms the same values.
  */
 #ifndef KERN_GEMM_WEIGHT_CPU_H
 #define KERN_GEMM_WEIGHT_CPU_H
@@ -31,6 +31,13 @@ V_INLINE bool kern_weight_rounds(const struct kern_weight *w)
     return w->fmt == KERN_W_F32 || w->fmt == KERN_W_NVFP4 || w->sfmt == KERN_S_F32;
 }
 
+/* What sums over kern_weight_row's values are multiplied with: NVFP4's second scale is left to the end, where
+ * one product does for all and the summed products stay exact. */
+V_INLINE float kern_weight_post(const struct kern_weight *w, bool round_bf16)
+{
+    return w->fmt == KERN_W_NVFP4 && !round_bf16 ? w->scale2 : 1.0f;
+}
+
 /* Row n of w as k floats, zero up to the next multiple of 16. */
 static inline __attribute__((unused)) void kern_weight_row(const struct kern_weight *w, int64_t n,
                                                            bool round_bf16, float *out)
@@ -50,13 +57,13 @@ static inline __attribute__((unused)) void kern_weight_row(const struct kern_wei
     case KERN_W_FP8:
         for (int64_t b = 0; b < k; b += 128) {
             float sc = kern_weight_scale(w, n, b);
-            v16 s = v_set1(sc), s2 = v_set1(V_E4M3X2_SCALE), lo, hi;
+            v16 s = v_set1(sc), s2 = v_set1(sc * V_E4M3X2_SCALE), lo, hi;
             int64_t end = k - b < 128 ? k : b + 128;
             v_seen seen = v_seen_none();
             for (i = b; i + 32 <= end; i += 32) {
                 v_load_e4m3x2(d + i, &lo, &hi, &seen);
-                v_store(out + i, v_mul(v_mul(lo, s2), s));
-                v_store(out + i + 16, v_mul(v_mul(hi, s2), s));
+                v_store(out + i, v_mul(lo, s2));
+                v_store(out + i + 16, v_mul(hi, s2));
             }
             if (v_seen_nan(seen)) i = b; /* rare: once more, carefully */
             for (; i + 16 <= end; i += 16) v_store(out + i, v_mul(v_load_e4m3(d + i), s));
@@ -73,7 +80,7 @@ static inline __attribute__((unused)) void kern_weight_row(const struct kern_wei
     case KERN_W_NVFP4:
         for (; i < k; i += 16) {
             v16 t = v_mul(v_load(kern_e2m1_value), v_set1(kern_weight_scale(w, n, i)));
-            t = v_mul(t, v_set1(w->scale2));
+            if (round_bf16) t = v_mul(t, v_set1(w->scale2));
             v_store(out + i, v_unmix(v_lookup16_mixed(d + i / 2, t)));
         }
         break;

@@ -20,6 +20,7 @@ int kern_moe_check(const struct kern_moe *p)
         if (!kern_weight_ok(&p->w1[e], p->I, p->D) || !kern_weight_ok(&p->w3[e], p->I, p->D) ||
             !kern_weight_ok(&p->w2[e], p->D, p->I))
             return TOW_EINVAL;
+        if (p->w1[e].fmt != p->w1[0].fmt || p->w3[e].fmt != p->w1[0].fmt) return TOW_EINVAL;
         if (!kern_aq_ok(&p->w1[e], p->aq, p->D) || !kern_aq_ok(&p->w3[e], p->aq, p->D) ||
             !kern_aq_ok(&p->w2[e], p->aq, p->I))
             return TOW_EINVAL;

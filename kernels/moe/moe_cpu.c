@@ -3,12 +3,13 @@
  * Rows are taken in blocks. Of a block, (row, slot) pairs are sorted by expert, stably. Three rounds of parts
  * follow: quantize x; per (expert, panel of the inner width) gate and up products and the activation; per
  * panel of the output the down products of all experts in ascending order, added as they come. An output
- * element thus belongs to one part, and its sum has one order, whatever the threads do.
+ * element thus belongs to one part, and its sum has one order, whatever the threads do. An expert with few rows
+ * goes through the decode kernel, one with many through panels; both give the same bits.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
-#include "kernels/gemm/tile_cpu.h"
-#include "kernels/gemm/weight_cpu.h"
+#include "kernels/gemm/gemv_cpu.h"
+#include "kernels/gemm/panel_cpu.h"
 #include "kernels/ops.h"
 
 #include "common/base/err.h"
@@ -33,7 +34,8 @@ struct job {
     const struct kern_moe *p;
     struct pair *pairs;
     struct group *groups;
-    float *x, *y; /* [rows, dl], [pairs, il] */
+    float *x, *y;   /* [rows, dl], [pairs, il] */
+    float *x_small; /* x in the order the decode kernel wants, or NULL: the same */
     uint8_t *panel;
     size_t stride;
     int64_t dp, ip, dl, il, t0; /* padded widths; floats from row to row */
@@ -67,31 +69,43 @@ static void sort_pairs(struct job *j, int32_t *count)
     }
 }
 
+static bool is_small(const struct job *j, int32_t rows)
+{
+    return kern_gemv_fits(&j->p->w1[0], rows, false);
+}
+
 static void x_part(void *arg, int64_t r, int thread)
 {
     const struct job *j = arg;
     const struct kern_moe *p = j->p;
+    float *x = j->x + r * j->dl;
     (void)thread;
-    kern_row_load(kern_at(p->x, (j->t0 + r) * p->D, p->act), p->act, p->D, j->x + r * j->dl);
-    /* One input scale for all experts would be wrong in general: NVFP4 rows are quantized per group. */
-    if (p->aq != KERN_AQ_NVFP4) kern_row_aq(j->x + r * j->dl, p->D, p->aq, 0);
+    kern_row_load(kern_at(p->x, (j->t0 + r) * p->D, p->act), p->act, p->D, x);
+    /* NVFP4 scales belong to the expert: input_rows() quantizes there. */
+    if (p->aq == KERN_AQ_NVFP4) return;
+    kern_row_aq(x, p->D, p->aq, 0);
+    if (!j->x_small) return;
+    memcpy(j->x_small + r * j->dl, x, (size_t)j->dp * 4);
+    kern_gemv_prepare(&p->w1[0], j->x_small + r * j->dl, j->dp);
 }
 
-static int32_t rows_per_panel(int64_t kp, int matrices)
+static int32_t rows_per_panel(int64_t ld, int matrices)
 {
-    int64_t fit = PANEL_BYTES / (kp * 4 * matrices);
+    int64_t fit = PANEL_BYTES / (ld * 4 * matrices);
     return fit < 4 ? 4 : fit > PANEL_MAX ? PANEL_MAX : (int32_t)(fit & ~(int64_t)3);
 }
 
 /* The quantized x rows of n pairs; NVFP4 ones are made in q, by the scale of w. */
-static void input_rows(const struct job *j, const struct pair *pairs, int64_t n,
+static void input_rows(const struct job *j, const struct pair *pairs, int64_t n, bool small,
                        const struct kern_weight *w, float *q, const float **a)
 {
+    const float *x = small && j->x_small ? j->x_small : j->x;
     for (int64_t i = 0; i < n; i++) {
-        a[i] = j->x + pairs[i].row * j->dl;
+        a[i] = x + pairs[i].row * j->dl;
         if (j->p->aq != KERN_AQ_NVFP4) continue;
-        memcpy(q + i * j->dl, a[i], (size_t)j->dp * 4);
+        memcpy(q + i * j->dl, j->x + pairs[i].row * j->dl, (size_t)j->dp * 4);
         kern_row_aq(q + i * j->dl, j->p->D, KERN_AQ_NVFP4, w->input_scale);
+        if (small) kern_gemv_prepare(w, q + i * j->dl, j->dp);
         a[i] = q + i * j->dl;
     }
 }
@@ -101,23 +115,31 @@ static void up_part(void *arg, int64_t part, int thread)
     const struct job *j = arg;
     const struct kern_moe *p = j->p;
     const struct group *g = &j->groups[part / j->up_panels];
+    const struct kern_weight *m1 = &p->w1[g->expert], *m3 = &p->w3[g->expert];
     int64_t n0 = part % j->up_panels * j->up_rows;
     int64_t nb = p->I - n0 < j->up_rows ? p->I - n0 : j->up_rows;
     float *w1 = (float *)(j->panel + j->stride * (size_t)thread);
     float *w3 = w1 + j->up_rows * j->dl, *q = w3 + j->up_rows * j->dl;
+    bool small = is_small(j, g->n);
     const float *a[C_ROWS];
     float cg[C_ROWS * PANEL_MAX], cu[C_ROWS * PANEL_MAX];
-    for (int64_t i = 0; i < nb; i++) {
-        kern_weight_row(&p->w1[g->expert], n0 + i, false, w1 + i * j->dl);
-        kern_weight_row(&p->w3[g->expert], n0 + i, false, w3 + i * j->dl);
+    if (!small) {
+        kern_panel(m1, n0, nb, false, w1, j->dl);
+        kern_panel(m3, n0, nb, false, w3, j->dl);
     }
     for (int64_t r = 0; r < g->n; r += C_ROWS) {
         const struct pair *pairs = j->pairs + g->first + r;
         int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
-        input_rows(j, pairs, na, &p->w1[g->expert], q, a);
-        kern_tile(a, na, w1, nb, j->dl, j->dp, cg, PANEL_MAX);
-        if (p->aq == KERN_AQ_NVFP4) input_rows(j, pairs, na, &p->w3[g->expert], q, a);
-        kern_tile(a, na, w3, nb, j->dl, j->dp, cu, PANEL_MAX);
+        input_rows(j, pairs, na, small, m1, q, a);
+        if (small)
+            kern_gemv(m1, n0, nb, a, na, cg, PANEL_MAX);
+        else
+            kern_panel_times(m1, false, a, na, w1, nb, j->dl, j->dp, cg, PANEL_MAX);
+        if (p->aq == KERN_AQ_NVFP4) input_rows(j, pairs, na, small, m3, q, a);
+        if (small)
+            kern_gemv(m3, n0, nb, a, na, cu, PANEL_MAX);
+        else
+            kern_panel_times(m3, false, a, na, w3, nb, j->dl, j->dp, cu, PANEL_MAX);
         for (int64_t i = 0; i < na; i++) {
             float *y = j->y + (g->first + r + i) * j->il + n0;
             for (int64_t n = 0; n < nb; n += 16) {
@@ -131,14 +153,19 @@ static void up_part(void *arg, int64_t part, int thread)
     }
 }
 
-static void y_part(void *arg, int64_t i, int thread)
+static void y_part(void *arg, int64_t g, int thread)
 {
     const struct job *j = arg;
     const struct kern_moe *p = j->p;
-    float *y = j->y + i * j->il;
+    const struct group *group = &j->groups[g];
+    const struct kern_weight *w2 = &p->w2[group->expert];
     (void)thread;
-    for (int64_t n = p->I; n < j->ip; n++) y[n] = 0.0f;
-    kern_row_aq(y, p->I, p->aq, p->w2[j->pairs[i].expert].input_scale);
+    for (int32_t i = group->first; i < group->first + group->n; i++) {
+        float *y = j->y + i * j->il;
+        for (int64_t n = p->I; n < j->ip; n++) y[n] = 0.0f;
+        kern_row_aq(y, p->I, p->aq, w2->input_scale);
+        if (is_small(j, group->n)) kern_gemv_prepare(w2, y, j->ip);
+    }
 }
 
 static void down_part(void *arg, int64_t part, int thread)
@@ -154,16 +181,23 @@ static void down_part(void *arg, int64_t part, int thread)
         memset(p->out + (j->t0 + r) * p->D + n0, 0, (size_t)nb * 4);
     for (int32_t e = 0; e < j->n_groups; e++) {
         const struct group *g = &j->groups[e];
-        for (int64_t i = 0; i < nb; i++)
-            kern_weight_row(&p->w2[g->expert], n0 + i, false, w + i * j->il);
+        const struct kern_weight *w2 = &p->w2[g->expert];
+        bool small = is_small(j, g->n);
+        if (!small) kern_panel(w2, n0, nb, false, w, j->il);
         for (int64_t r = 0; r < g->n; r += C_ROWS) {
             int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
             for (int64_t i = 0; i < na; i++) a[i] = j->y + (g->first + r + i) * j->il;
-            kern_tile(a, na, w, nb, j->il, j->ip, c, PANEL_MAX);
+            if (small)
+                kern_gemv(w2, n0, nb, a, na, c, PANEL_MAX);
+            else
+                kern_panel_times(w2, false, a, na, w, nb, j->il, j->ip, c, PANEL_MAX);
             for (int64_t i = 0; i < na; i++) {
                 float *o = p->out + (j->t0 + j->pairs[g->first + r + i].row) * p->D + n0;
-                for (int64_t n = 0; n < nb; n++)
-                    o[n] += kern_round_act(c[i * PANEL_MAX + n], p->act);
+                for (int64_t n = 0; n < nb; n += 16) {
+                    int k = nb - n < 16 ? (int)(nb - n) : 16;
+                    v16 v = v_round_act(v_loadn(c + i * PANEL_MAX + n, k), p->act);
+                    v_storen(o + n, v_add(v_loadn(o + n, k), v), k);
+                }
             }
         }
     }
@@ -183,10 +217,12 @@ int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
     size_t down = (size_t)(j.down_rows * j.il) * 4;
     size_t lists = (size_t)pairs * sizeof(struct pair) + (size_t)p->E * (sizeof(struct group) + 4);
     j.panel = kern_scratch_each(s, KERN_SLOT_PANEL, up > down ? up : down, &j.stride);
-    j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(rows * j.dl) * 4);
+    bool mixed = kern_gemv_mixed(&p->w1[0]) && p->aq != KERN_AQ_NVFP4;
+    j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)((1 + mixed) * rows * j.dl) * 4);
     j.y = kern_scratch(s, KERN_SLOT_OP, (size_t)(pairs * j.il) * 4);
     j.pairs = kern_scratch(s, KERN_SLOT_OP2, lists);
     if (!j.panel || !j.x || !j.y || !j.pairs) return TOW_ENOMEM;
+    j.x_small = mixed ? j.x + rows * j.dl : NULL;
     j.groups = (struct group *)(j.pairs + pairs);
     int32_t *count = (int32_t *)(j.groups + p->E);
     for (j.t0 = 0; j.t0 < p->T; j.t0 += BLOCK_ROWS) {
@@ -194,7 +230,7 @@ int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
         sort_pairs(&j, count);
         kern_parallel(s, j.n_rows, x_part, &j);
         kern_parallel(s, (int64_t)j.n_groups * j.up_panels, up_part, &j);
-        kern_parallel(s, j.n_pairs, y_part, &j);
+        kern_parallel(s, j.n_groups, y_part, &j);
         kern_parallel(s, (p->D + j.down_rows - 1) / j.down_rows, down_part, &j);
     }
     return 0;
