@@ -50,30 +50,28 @@ except OSError:
 }
 
 # Starts one program with its own flags (up to --) and those of the rest that it knows.
+# (Names end in _: a shell function has no variables of its own.)
 start() { # NAME PROGRAM FLAG... -- MORE...
-    name=$1; program=$BIN/$2; shift 2
-    own=0
-    for a; do [ "$a" = -- ] && break; own=$((own + 1)); done
-    n=$#; i=0; keep=1
-    help=$("$program" --help) || die "$program --help failed"
-    while [ $i -lt "$n" ]; do
-        a=$1; shift
-        if [ $i -gt $own ]; then
-            case $a in
-            --*) flag=${a%%=*}
-                keep=0
-                printf '%s\n' "$help" | grep -q -e "^  $flag\( \|\$\)" && keep=1 ;;
+    name_=$1; program_=$BIN/$2; shift 2
+    own_=0
+    for a_; do [ "$a_" = -- ] && break; own_=$((own_ + 1)); done
+    n_=$#; i_=0; keep_=1
+    help_=$("$program_" --help) || die "$program_ --help failed"
+    while [ $i_ -lt "$n_" ]; do
+        a_=$1; shift
+        if [ $i_ -gt $own_ ]; then
+            case $a_ in
+            --*) keep_=0
+                printf '%s\n' "$help_" | grep -q -e "^  ${a_%%=*}\( \|\$\)" && keep_=1 ;;
             esac
-            [ $keep -eq 1 ] && set -- "$@" "$a"
-        elif [ $i -lt $own ]; then
-            set -- "$@" "$a"
+            [ $keep_ -eq 1 ] && set -- "$@" "$a_"
+        elif [ $i_ -lt $own_ ]; then
+            set -- "$@" "$a_"
         fi
-        i=$((i + 1))
+        i_=$((i_ + 1))
     done
-    setsid "$program" "$@" >"$RUN/$name.log" 2>&1 </dev/null &
-    pid=$!
-    b=$(birth $pid)
-    echo "$name $pid ${b:-gone}" >>"$RUN/processes"
+    setsid "$program_" "$@" >"$RUN/$name_.log" 2>&1 </dev/null &
+    echo "$name_ $! $(birth $!)" >>"$RUN/processes"
 }
 
 # A flag that no program knows would vanish silently, so it is refused.
@@ -123,7 +121,8 @@ up() {
     shift
     start router towpath-router --model "$model" --http "$http" --control "$control" -- "$@"
     for role in prefill decode; do
-        eval "n=\$n_$role"
+        n=$n_prefill
+        [ $role = decode ] && n=$n_decode
         i=0
         while [ $i -lt "$n" ]; do
             port=${ports# }; port=${port%% *}; ports=${ports# }; ports=${ports#"$port"}
@@ -169,11 +168,13 @@ status() {
 end_role() { # PATTERN SIGNAL SECONDS
     end=$(($(date +%s) + $3))
     while read -r name pid b; do
+        # shellcheck disable=SC2254
         case $name in $1) alive "$pid" "$b" && kill -s "$2" "$pid" ;; esac
     done <"$RUN/processes"
     while :; do
         left=0
         while read -r name pid b; do
+            # shellcheck disable=SC2254
             case $name in $1) alive "$pid" "$b" && left=$((left + 1)) ;; esac
         done <"$RUN/processes"
         [ $left -eq 0 ] && return 0

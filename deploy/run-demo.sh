@@ -29,7 +29,9 @@ staging:
     owner: Karim Diaz
 
 What is the deploy token of billing-api in production?'
-printf '\n%s\n\n' "$question" | sed 's/^/  > /'
+echo
+printf '%s\n' "$question" | sed 's/^/  > /'
+echo
 build/release/bin/towpath-ctl chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 200 --stats "$question" || fail
 echo
 stop
