@@ -58,7 +58,7 @@ LIBS_CUDA := -L$(dir $(NVCC))../lib64 -lcudart -lcublasLt -lstdc++
 endif
 
 # --- sources: one static library per layer ----------------------------------------------------
-LAYERS := base proto kernels text net kv model
+LAYERS := base proto kernels text net kv model worker
 DIR_base := common/base
 DIR_proto := proto
 DIR_kernels := kernels
@@ -66,6 +66,7 @@ DIR_text := common/text
 DIR_net := common/net
 DIR_kv := common/kv
 DIR_model := common/model
+DIR_worker := common/worker
 srcs = $(shell find $(1) -name '*.c' 2>/dev/null | LC_ALL=C sort)
 objs = $(patsubst %.c,$(B)/obj/%.o,$(1))
 $(foreach l,$(LAYERS),$(eval SRC_$(l) := $(call srcs,$(DIR_$(l)))))
@@ -75,7 +76,7 @@ LIB      = $(B)/lib/libtow-$(1).a
 ALL_LIBS := $(foreach l,$(LAYERS),$(call LIB,$(l)))
 # Router: no kernels besides kv_layout, no UCX; workers: everything.
 LINK_router := $(call LIB,net) $(call LIB,text) $(call LIB,proto) $(call LIB,kernels) $(call LIB,base)
-LINK_worker := $(call LIB,model) $(call LIB,kv) $(call LIB,net) $(call LIB,text) $(call LIB,proto) $(call LIB,kernels) $(call LIB,base)
+LINK_worker := $(call LIB,worker) $(call LIB,model) $(call LIB,kv) $(call LIB,net) $(call LIB,text) $(call LIB,proto) $(call LIB,kernels) $(call LIB,base)
 
 # The pure halves of the programs (state machines, parsers) are linked into tests too.
 PROG_router := router

@@ -166,18 +166,22 @@ int model_sample(const float *logits, int32_t V, const struct model_sampling *p,
     }
     if (!any) return TOW_ENUMERIC;
     memcpy(x, logits, (size_t)V * sizeof *x);
+    bool scaled = p->repetition_penalty > 0 && p->repetition_penalty != 1;
+    if (p->presence_penalty != 0 || scaled) {
+        memset(heap, 0,
+               (size_t)V * sizeof *heap); /* not in use yet: marks of ids already counted */
+        for (int32_t i = 0; i < n_output; i++) {
+            int32_t id = output[i];
+            if (id < 0 || id >= V || heap[id]) continue;
+            heap[id] = 1;
+            if (scaled)
+                x[id] = x[id] > 0 ? x[id] / p->repetition_penalty : x[id] * p->repetition_penalty;
+            x[id] -= p->presence_penalty;
+        }
+    }
     if (p->frequency_penalty != 0)
         for (int32_t i = 0; i < n_output; i++)
             if (output[i] >= 0 && output[i] < V) x[output[i]] -= p->frequency_penalty;
-    if (p->presence_penalty != 0) {
-        memset(heap, 0,
-               (size_t)V * sizeof *heap); /* not in use yet: marks of ids already counted */
-        for (int32_t i = 0; i < n_output; i++)
-            if (output[i] >= 0 && output[i] < V && !heap[output[i]]) {
-                heap[output[i]] = 1;
-                x[output[i]] -= p->presence_penalty;
-            }
-    }
     for (int32_t i = 0; i < p->n_bias; i++)
         if (p->bias[i].id >= 0 && p->bias[i].id < V)
             x[p->bias[i].id] =

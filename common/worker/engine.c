@@ -1,0 +1,181 @@
+/* worker/engine.c - see engine.h. Two inboxes, one each way; the thread sleeps on a condition in between. */
+#include "common/worker/engine.h"
+
+#include "common/base/clock.h"
+#include "common/base/err.h"
+#include "common/base/fault.h"
+#include "common/base/inbox.h"
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct work_engine {
+    struct model *model; /* borrowed */
+    uint8_t *pages;      /* borrowed: base of the page pool */
+    int32_t max_samples;
+    int32_t *ids;                  /* owned [max_rows] */
+    int32_t *rows;                 /* owned [max_samples] */
+    float *logits;                 /* owned [max_samples, V] */
+    void *scratch;                 /* owned, for sampling */
+    struct kern_seq *seqs;         /* owned [max_rows] */
+    struct tow_inbox *todo, *done; /* of struct work_step * */
+    pthread_t thread;
+    pthread_mutex_t lock;
+    pthread_cond_t more;
+    bool posted, quit; /* under lock */
+    _Atomic uint64_t started_ms, n_steps;
+};
+
+static void run(struct work_engine *e, struct work_step *step)
+{
+    const struct model_weights *w = model_peek_weights(e->model);
+    int32_t T = 0, n_rows = 0;
+    for (int32_t i = 0; i < step->n; i++) {
+        struct work_item *it = &step->items[i];
+        it->rc = 0;
+        it->seq.row0 = T;
+        memcpy(e->ids + T, it->ids, (size_t)it->seq.n_rows * sizeof *e->ids);
+        e->seqs[i] = it->seq;
+        T += it->seq.n_rows;
+        if (it->sample) e->rows[n_rows++] = T - 1;
+    }
+    struct model_batch b = {.ids = e->ids,
+                            .T = T,
+                            .seqs = e->seqs,
+                            .n_seqs = step->n,
+                            .logit_rows = e->rows,
+                            .n_logit_rows = n_rows,
+                            .logits = e->logits,
+                            .pages = e->pages};
+    step->rc = tow_fault("engine.step") ? tow_fail(step->err, TOW_EDEVICE, "engine: injected fault")
+                                        : model_forward(e->model, &b, step->err);
+    if (step->rc < 0) return;
+    for (int32_t i = 0, r = 0; i < step->n; i++) {
+        struct work_item *it = &step->items[i];
+        if (!it->sample) continue;
+        it->rc = model_sample(e->logits + (int64_t)r++ * w->shape.V, w->shape.V, &it->sampling,
+                              it->output, it->n_output, it->index, e->scratch, &it->choice);
+    }
+}
+
+static void *thread_main(void *arg)
+{
+    struct work_engine *e = arg;
+    for (;;) {
+        struct work_step *step;
+        if (tow_inbox_take(e->todo, &step)) {
+            uint64_t t0 = tow_now_us();
+            atomic_store(&e->started_ms, tow_now_ms());
+            run(e, step);
+            step->busy_us = tow_now_us() - t0;
+            atomic_store(&e->started_ms, 0);
+            atomic_fetch_add(&e->n_steps, 1);
+            tow_assert(tow_inbox_post(e->done, &step) == 0);
+            continue;
+        }
+        pthread_mutex_lock(&e->lock);
+        while (!e->posted && !e->quit) pthread_cond_wait(&e->more, &e->lock);
+        e->posted = false;
+        bool quit = e->quit;
+        pthread_mutex_unlock(&e->lock);
+        if (quit) return NULL;
+    }
+}
+
+int work_engine_open(struct work_engine **out, struct model *m, void *pages, int32_t max_samples,
+                     void (*wake)(void *arg), void *wake_arg, struct tow_err *err)
+{
+    const int32_t V = model_peek_weights(m)->shape.V, max_rows = model_peek_options(m)->max_rows;
+    struct work_engine *e = calloc(1, sizeof *e);
+    if (!e) return tow_fail(err, TOW_ENOMEM, "engine: no memory");
+    e->model = m;
+    e->pages = pages;
+    e->max_samples = max_samples;
+    e->ids = malloc((size_t)max_rows * sizeof *e->ids);
+    e->rows = malloc((size_t)max_samples * sizeof *e->rows);
+    e->logits = malloc((size_t)max_samples * (size_t)V * sizeof *e->logits);
+    e->scratch = malloc((size_t)model_sample_scratch(V));
+    e->seqs = malloc((size_t)max_rows * sizeof *e->seqs);
+    int rc =
+        e->ids && e->rows && e->logits && e->scratch && e->seqs
+            ? 0
+            : tow_fail(err, TOW_ENOMEM, "engine: no memory for %d rows of logits", max_samples);
+    if (rc == 0)
+        rc =
+            tow_inbox_new(&e->todo, WORK_ENGINE_QUEUE, sizeof(struct work_step *), NULL, NULL, err);
+    if (rc == 0)
+        rc = tow_inbox_new(&e->done, 2 * WORK_ENGINE_QUEUE + 2, sizeof(struct work_step *), wake,
+                           wake_arg, err);
+    if (rc < 0) goto fail;
+    pthread_mutex_init(&e->lock, NULL);
+    pthread_cond_init(&e->more, NULL);
+    if (pthread_create(&e->thread, NULL, thread_main, e) != 0) {
+        pthread_cond_destroy(&e->more);
+        pthread_mutex_destroy(&e->lock);
+        rc = tow_fail(err, TOW_ESYS, "engine: no thread");
+        goto fail;
+    }
+    *out = e;
+    return 0;
+
+fail:
+    tow_inbox_free(e->todo);
+    tow_inbox_free(e->done);
+    free(e->ids);
+    free(e->rows);
+    free(e->logits);
+    free(e->scratch);
+    free(e->seqs);
+    free(e);
+    return rc;
+}
+
+void work_engine_close(struct work_engine *e)
+{
+    if (!e) return;
+    pthread_mutex_lock(&e->lock);
+    e->quit = true;
+    pthread_cond_signal(&e->more);
+    pthread_mutex_unlock(&e->lock);
+    pthread_join(e->thread, NULL);
+    pthread_cond_destroy(&e->more);
+    pthread_mutex_destroy(&e->lock);
+    tow_inbox_free(e->todo);
+    tow_inbox_free(e->done);
+    free(e->ids);
+    free(e->rows);
+    free(e->logits);
+    free(e->scratch);
+    free(e->seqs);
+    free(e);
+}
+
+int work_engine_submit(struct work_engine *e, struct work_step *step)
+{
+    int rc = tow_inbox_post(e->todo, &step);
+    if (rc < 0) return rc;
+    pthread_mutex_lock(&e->lock);
+    e->posted = true;
+    pthread_cond_signal(&e->more);
+    pthread_mutex_unlock(&e->lock);
+    return 0;
+}
+
+struct work_step *work_engine_done(struct work_engine *e)
+{
+    struct work_step *step = NULL;
+    return tow_inbox_take(e->done, &step) ? step : NULL;
+}
+
+uint64_t work_engine_running_ms(const struct work_engine *e)
+{
+    uint64_t t = atomic_load(&((struct work_engine *)(uintptr_t)e)->started_ms);
+    return t ? tow_now_ms() - t : 0;
+}
+
+uint64_t work_engine_steps(const struct work_engine *e)
+{
+    return atomic_load(&((struct work_engine *)(uintptr_t)e)->n_steps);
+}

@@ -1,0 +1,912 @@
+/* worker/worker.c - see worker.h. Start-up is one straight list of things opened, closed in reverse order. */
+#include "common/worker/worker.h"
+
+#include "common/base/buf.h"
+#include "common/base/clock.h"
+#include "common/base/err.h"
+#include "common/base/fault.h"
+#include "common/base/hash.h"
+#include "common/base/log.h"
+#include "common/base/metrics.h"
+#include "common/net/ctl.h"
+#include "common/net/loop.h"
+#include "common/net/peer.h"
+#include "common/net/sdnotify.h"
+#include "common/net/status.h"
+#include "kernels/dev.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+extern char **environ;
+
+enum { MAX_ROUTERS = 16, MAX_FACTS = 24, STUCK_MS = 60000, LEAVE_MS = 500 };
+
+/* One router this worker joins. */
+struct router {
+    struct work *w;
+    const char *url;               /* borrowed from the settings */
+    struct net_ctl_dialer *dialer; /* owned */
+    struct net_ctl *link;          /* NULL while not connected */
+    uint64_t owner;                /* number of this connection; 0 while not welcomed */
+    uint32_t heartbeat_ms;
+    uint64_t next_heartbeat_ms;
+    char last_refusal[256];
+};
+
+struct work_own {
+    void *self; /* the role's object */
+    struct tow_opts *opts;
+    struct router routers[MAX_ROUTERS];
+    int n_routers;
+    uint64_t next_owner;
+    struct net_wake *mover_wake, *engine_wake;
+    struct net_timer *tick, *leave, *watchdog;
+    struct net_status *status;
+    struct tow_buf token; /* join token */
+    struct wire_fact facts[MAX_FACTS];
+    char fact_values[MAX_FACTS][WIRE_MAX_VALUE];
+    uint32_t n_facts;
+    uint8_t *frame; /* packing space, WIRE_MAX_BODY + header */
+    bool draining, drained;
+    int signals, exit_status;
+    double tokens_per_s;
+    struct tow_gauge *g_pages_free, *g_pages, *g_joined, *g_running_ms;
+    struct tow_counter *c_steps, *c_sent, *c_received;
+    struct tow_gauge *g_move[8];
+    uint64_t steps_seen;
+};
+
+/* ------------------------------------------------------------------ settings */
+
+static const char *const numerics_names[] = {"exact", "deployed", NULL};
+static const char *const kv_names[] = {"fp8", "bf16", "f32", NULL};
+static const char *const ik_names[] = {"fp4", "fp8", "bf16", "f32", NULL};
+static const char *const aq_names[] = {"w4a8", "w4a16", "w4a4", NULL};
+static const char *const level_names[] = {"error", "warn", "info", "debug", NULL};
+static const char *const format_names[] = {"text", "json", NULL};
+static const char *const url_schemes[] = {"tcp", "ipc", NULL};
+
+enum { N_COMMON = 21, MAX_OPTIONS = 40 };
+
+static size_t common_options(struct work_settings *s, struct tow_opt *to)
+{
+    const struct tow_opt table[] = {
+        {.name = "model",
+         .type = TOW_OPT_STRING,
+         .out = &s->model_dir,
+         .required = true,
+         .help = "checkpoint folder: config.json, *.safetensors"},
+        {.name = "join",
+         .type = TOW_OPT_URLS,
+         .out = &s->join,
+         .def = "tcp://127.0.0.1:7000",
+         .choices = url_schemes,
+         .help = "routers to join"},
+        {.name = "join-token-file",
+         .type = TOW_OPT_STRING,
+         .out = &s->join_token_file,
+         .otherwise = "no secret",
+         .help = "file with the secret that routers and workers share"},
+        {.name = "name",
+         .type = TOW_OPT_STRING,
+         .out = &s->name,
+         .otherwise = "role and process id",
+         .help = "instance name"},
+        {.name = "status",
+         .type = TOW_OPT_ADDR,
+         .out = &s->status,
+         .def = "127.0.0.1:0",
+         .help = "own /health, /ready and /metrics; port 0: any free one"},
+        {.name = "device",
+         .type = TOW_OPT_STRING,
+         .out = &s->device,
+         .def = "cpu",
+         .help = "compute back end"},
+        {.name = "threads",
+         .type = TOW_OPT_INT,
+         .out = &s->threads,
+         .min = 1,
+         .max = 256,
+         .otherwise = "all cores",
+         .help = "CPU team"},
+        {.name = "kv-dtype",
+         .type = TOW_OPT_ENUM,
+         .out = &s->kv_dtype,
+         .def = "fp8",
+         .choices = kv_names,
+         .help = "stored type of keys and entries; f32 with --numerics exact"},
+        {.name = "index-keys",
+         .type = TOW_OPT_ENUM,
+         .out = &s->index_keys,
+         .def = "fp4",
+         .choices = ik_names,
+         .help = "stored type of index keys; f32 with --numerics exact"},
+        {.name = "index-topk",
+         .type = TOW_OPT_INT,
+         .out = &s->index_topk,
+         .min = 1,
+         .max = MODEL_MAX_TOPK,
+         .otherwise = "the checkpoint's",
+         .unit = "entries",
+         .help = "compressed entries a token keeps"},
+        {.name = "context-length",
+         .type = TOW_OPT_INT,
+         .out = &s->context_length,
+         .min = 16,
+         .max = WIRE_MAX_TOKENS,
+         .otherwise = "the checkpoint's, as far as the pool holds it",
+         .unit = "tokens",
+         .help = "most prompt and output tokens of one sequence"},
+        {.name = "memory-fraction",
+         .type = TOW_OPT_FLOAT,
+         .out = &s->memory_fraction,
+         .def = "0.25",
+         .fmin = 0.01,
+         .fmax = 0.95,
+         .help = "share of free memory the page pool may take"},
+        {.name = "kv-pages",
+         .type = TOW_OPT_INT,
+         .out = &s->kv_pages,
+         .min = 1,
+         .max = INT32_MAX,
+         .otherwise = "by --memory-fraction",
+         .unit = "pages",
+         .help = "pages in the pool"},
+        {.name = "host-tier",
+         .type = TOW_OPT_BYTES,
+         .out = &s->host_tier,
+         .def = "0",
+         .min = 0,
+         .max = 0,
+         .help = "host memory behind device pages; the CPU back end has no second tier, so 0"},
+        {.name = "expert-activations",
+         .type = TOW_OPT_ENUM,
+         .out = &s->expert_activations,
+         .def = "w4a8",
+         .choices = aq_names,
+         .help = "how NVFP4 experts take their activations"},
+        {.name = "numerics",
+         .type = TOW_OPT_ENUM,
+         .out = &s->numerics,
+         .def = "deployed",
+         .choices = numerics_names,
+         .help = "exact rounds nothing; deployed rounds where the released model does"},
+        {.name = "lease",
+         .type = TOW_OPT_INT,
+         .out = &s->lease_ms,
+         .def = "30000",
+         .min = 100,
+         .max = 600000,
+         .unit = "ms",
+         .help = "a ticket without progress for so long is dead"},
+        {.name = "drain-timeout",
+         .type = TOW_OPT_INT,
+         .out = &s->drain_s,
+         .def = "60",
+         .min = 0,
+         .max = 86400,
+         .unit = "s",
+         .help = "on SIGTERM: end what still runs after this"},
+        {.name = "log-level",
+         .type = TOW_OPT_ENUM,
+         .out = &s->log_level,
+         .def = "info",
+         .choices = level_names,
+         .help = "how much to log"},
+        {.name = "log-format",
+         .type = TOW_OPT_ENUM,
+         .out = &s->log_format,
+         .def = "text",
+         .choices = format_names,
+         .help = "text or JSON lines"},
+        {.name = "fault",
+         .type = TOW_OPT_STRING,
+         .out = &s->fault,
+         .otherwise = "none",
+         .help = "make named places fail (tests): NAME=N[+][:fail|kill|stop]"},
+    };
+    _Static_assert(sizeof table / sizeof *table == N_COMMON, "N_COMMON counts the table");
+    memcpy(to, table, sizeof table);
+    return N_COMMON;
+}
+
+static void model_options(const struct work *w, struct model_options *o)
+{
+    const struct work_settings *s = &w->set;
+    memset(o, 0, sizeof *o);
+    o->device = s->device;
+    o->n_threads = (int32_t)s->threads;
+    o->exact = s->numerics == 0;
+    o->kv_fmt = o->exact ? KERN_KV_F32 : (enum kern_kv_fmt)s->kv_dtype;
+    o->ik_fmt = o->exact ? KERN_IK_F32 : (enum kern_ik_fmt)s->index_keys;
+    o->expert_aq = s->expert_activations == 0   ? KERN_AQ_A128
+                   : s->expert_activations == 1 ? KERN_AQ_NONE
+                                                : KERN_AQ_NVFP4;
+    o->index_topk = (int32_t)s->index_topk;
+    o->max_rows = w->max_rows;
+}
+
+static int check_exact(const struct work *w, struct tow_err *err)
+{
+    const struct work_settings *s = &w->set;
+    if (s->numerics != 0) return 0;
+    if (tow_opts_source(w->own->opts, "kv-dtype") != TOW_FROM_DEFAULT && s->kv_dtype != KERN_KV_F32)
+        return tow_fail(err, TOW_ECONFIG, "--kv-dtype %s: --numerics exact keeps f32",
+                        kv_names[s->kv_dtype]);
+    if (tow_opts_source(w->own->opts, "index-keys") != TOW_FROM_DEFAULT &&
+        s->index_keys != KERN_IK_F32)
+        return tow_fail(err, TOW_ECONFIG, "--index-keys %s: --numerics exact keeps f32",
+                        ik_names[s->index_keys]);
+    return 0;
+}
+
+static int check_name(struct work *w, struct tow_err *err)
+{
+    if (w->set.name)
+        snprintf(w->name, sizeof w->name, "%s", w->set.name);
+    else
+        snprintf(w->name, sizeof w->name, "%s-%d",
+                 w->role->role == WIRE_PREFILL_ROLE ? "prefill" : "decode", (int)getpid());
+    if ((w->set.name && strlen(w->set.name) >= sizeof w->name) || !net_peer_name_ok(w->name))
+        return tow_fail(err, TOW_ECONFIG, "--name '%s': 1 to %d letters, digits, '.', '_' or '-'",
+                        w->set.name, NET_PEER_NAME_MAX);
+    return 0;
+}
+
+/* ------------------------------------------------------------------ capacity */
+
+static uint64_t memory_available(void)
+{
+    FILE *f = fopen("/proc/meminfo", "re");
+    char line[256];
+    uint64_t kb = 0;
+    while (f && fgets(line, sizeof line, f))
+        if (sscanf(line, "MemAvailable: %lu kB", &kb) == 1) break;
+    if (f) fclose(f);
+    return kb * 1024;
+}
+
+/* Pages: as asked, else what the share of memory holds, but no more than four full contexts can use. */
+static int plan_pool(struct work *w, struct tow_err *err)
+{
+    const struct work_settings *s = &w->set;
+    const int64_t page = w->layout->page_bytes, pt = w->layout->page_tokens;
+    int64_t model_max = model_peek_weights(w->model)->shape.max_positions;
+    if (model_max > WIRE_MAX_TOKENS) model_max = WIRE_MAX_TOKENS;
+    if (s->context_length > model_max)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--context-length %lld: the checkpoint has %lld positions",
+                        (long long)s->context_length, (long long)model_max);
+    int64_t context = s->context_length ? s->context_length : model_max;
+    int64_t n = s->kv_pages;
+    if (n == 0) {
+        int64_t room = (int64_t)(s->memory_fraction * (double)memory_available()) -
+                       (int64_t)w->n_tails * w->layout->tail_bytes;
+        int64_t useful = 4 * kern_kv_pages_for(context, (int32_t)pt);
+        n = room / page < useful ? room / page : useful;
+        if (n < 1)
+            return tow_fail(
+                err, TOW_ECONFIG,
+                "--memory-fraction %g of %llu MiB free: not one page of %lld bytes besides %u "
+                "tails of %lld bytes",
+                s->memory_fraction, (unsigned long long)(memory_available() >> 20), (long long)page,
+                w->n_tails, (long long)w->layout->tail_bytes);
+    }
+    if (n * pt < context) {
+        if (s->context_length)
+            return tow_fail(err, TOW_ECONFIG,
+                            "--context-length %lld: %lld pages of %lld tokens hold %lld",
+                            (long long)context, (long long)n, (long long)pt, (long long)(n * pt));
+        context = n * pt;
+    }
+    w->n_pages = (uint32_t)n;
+    w->max_context = (uint32_t)context;
+    return 0;
+}
+
+/* ------------------------------------------------------------------ facts for HELLO and peers */
+
+static void fact(struct work *w, enum wire_fact_class class, const char *field, const char *fmt,
+                 ...) __attribute__((format(printf, 4, 5)));
+static void fact(struct work *w, enum wire_fact_class class, const char *field, const char *fmt,
+                 ...)
+{
+    struct work_own *o = w->own;
+    tow_assert(o->n_facts < MAX_FACTS);
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(o->fact_values[o->n_facts], sizeof o->fact_values[0], fmt, ap);
+    va_end(ap);
+    o->facts[o->n_facts] = (struct wire_fact){.class = (uint8_t) class,
+                                              .field = wire_text(field),
+                                              .value = wire_text(o->fact_values[o->n_facts])};
+    o->n_facts++;
+}
+
+static void collect_facts(struct work *w)
+{
+    const struct kern_kv_layout *l = w->layout;
+    const struct model_options *o = model_peek_options(w->model);
+    char print[MODEL_FINGERPRINT_CHARS];
+    model_weights_fingerprint(model_peek_weights(w->model), print);
+    fact(w, WIRE_FACT_WIRE, "wire.protocol", "%d", WIRE_PROTOCOL_MAX);
+    fact(w, WIRE_FACT_LAYOUT, "layout.version", "%d", KERN_KV_LAYOUT_VERSION);
+    fact(w, WIRE_FACT_LAYOUT, "layout.byte_order", "little");
+    fact(w, WIRE_FACT_LAYOUT, "layout.page_tokens", "%d", l->page_tokens);
+    fact(w, WIRE_FACT_LAYOUT, "layout.kv_dtype", "%s", kv_names[o->kv_fmt]);
+    fact(w, WIRE_FACT_LAYOUT, "layout.index_keys", "%s", ik_names[o->ik_fmt]);
+    fact(w, WIRE_FACT_LAYOUT, "layout.page_bytes", "%lld", (long long)l->page_bytes);
+    fact(w, WIRE_FACT_LAYOUT, "layout.tail_bytes", "%lld", (long long)l->tail_bytes);
+    fact(w, WIRE_FACT_LAYOUT, "layout.ratios", "%016llx",
+         (unsigned long long)tow_hash64(l->spec.ratios,
+                                        (size_t)l->spec.n_layers * sizeof l->spec.ratios[0]));
+    fact(w, WIRE_FACT_MODEL, "model.fingerprint", "%s", print);
+    fact(w, WIRE_FACT_NUMERICS, "numerics.mode", "%s", numerics_names[o->exact ? 0 : 1]);
+    fact(w, WIRE_FACT_NUMERICS, "numerics.index_topk", "%d", o->index_topk);
+    fact(w, WIRE_FACT_NUMERICS, "numerics.expert_activations", "%s",
+         aq_names[w->set.expert_activations]);
+    fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.device);
+    fact(w, WIRE_FACT_FREE, "free.isa", "%s", kern_dev_isa(model_peek_dev(w->model)));
+    fact(w, WIRE_FACT_FREE, "free.threads", "%d", kern_dev_threads(model_peek_dev(w->model)));
+}
+
+/* ------------------------------------------------------------------ routers */
+
+static void send_frame(struct work *w, struct net_ctl *c, const struct wire_msg *m)
+{
+    int64_t n = wire_pack(m, w->own->frame, WIRE_MAX_BODY + WIRE_HEADER_BYTES);
+    if (n < 0) {
+        tow_error("%s: cannot pack %s: %s", w->name, wire_type_name(m->type), tow_err_name((int)n));
+        return;
+    }
+    net_ctl_send(c, (uint16_t)m->type, w->own->frame + WIRE_HEADER_BYTES,
+                 (uint32_t)(n - WIRE_HEADER_BYTES));
+    tow_counter_add(w->own->c_sent, 1);
+}
+
+void work_send(struct work *w, uint64_t owner, const struct wire_msg *m)
+{
+    for (int i = 0; i < w->own->n_routers; i++)
+        if (w->own->routers[i].owner == owner && w->own->routers[i].link)
+            send_frame(w, w->own->routers[i].link, m);
+}
+
+static void on_open(void *arg, struct net_ctl *c)
+{
+    struct router *r = arg;
+    struct work *w = r->w;
+    struct work_own *o = w->own;
+    uint8_t facts[WIRE_MAX_FACTS];
+    struct wire_writer fw = {.data = facts, .cap = sizeof facts};
+    for (uint32_t i = 0; i < o->n_facts; i++) wire_put_fact(&fw, &o->facts[i]);
+    tow_assert(!fw.failed);
+    size_t addr_bytes = 0;
+    const void *addr = kv_mover_address(w->mover, &addr_bytes);
+    char status[WIRE_MAX_VALUE];
+    snprintf(status, sizeof status, strchr(w->set.status.host, ':') ? "[%s]:%u" : "%s:%u",
+             w->set.status.host, net_status_port(o->status));
+    struct wire_msg m = {.type = WIRE_HELLO_MSG};
+    m.hello = (struct wire_hello){.version_min = WIRE_PROTOCOL_MIN,
+                                  .version_max = WIRE_PROTOCOL_MAX,
+                                  .role = (uint8_t)w->role->role,
+                                  .name = wire_text(w->name),
+                                  .incarnation = w->incarnation,
+                                  .join_token = {o->token.data, (uint32_t)o->token.len},
+                                  .pages = w->n_pages,
+                                  .page_tokens = (uint32_t)w->layout->page_tokens,
+                                  .max_context = w->max_context,
+                                  .max_batch = w->max_batch,
+                                  .chunk_tokens = w->chunk_tokens,
+                                  .max_pending_tokens = w->max_pending_tokens,
+                                  .data_address = {addr, (uint32_t)addr_bytes},
+                                  .status_url = wire_text(status),
+                                  .facts = {facts, (uint32_t)fw.len}};
+    r->link = c;
+    send_frame(w, c, &m);
+}
+
+static void heartbeat(struct work *w, struct router *r, uint64_t now)
+{
+    struct wire_msg m = {.type = WIRE_HEARTBEAT_MSG};
+    w->role->load(w->own->self, &m.heartbeat);
+    m.heartbeat.state = work_engine_running_ms(w->engine) > STUCK_MS ? WIRE_STUCK
+                        : w->own->draining                           ? WIRE_DRAINING
+                                                                     : WIRE_SERVING;
+    m.heartbeat.tokens_per_s = (uint32_t)w->own->tokens_per_s;
+    send_frame(w, r->link, &m);
+    r->next_heartbeat_ms = now + r->heartbeat_ms;
+}
+
+static void begin_drain(struct work *w, uint32_t limit_ms)
+{
+    if (w->own->draining) return;
+    w->own->draining = true;
+    tow_info("%s: draining, limit %u ms", w->name, limit_ms);
+    net_sd_stopping("draining");
+    uint64_t now = net_loop_now_ms(w->loop);
+    for (int i = 0; i < w->own->n_routers; i++)
+        if (w->own->routers[i].owner) heartbeat(w, &w->own->routers[i], now);
+    w->role->on_drain(w->own->self, limit_ms);
+}
+
+static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *body, uint32_t bytes)
+{
+    struct router *r = arg;
+    struct work *w = r->w;
+    struct wire_header h = {.body_bytes = bytes, .type = type, .version = WIRE_VERSION};
+    struct wire_msg m;
+    struct tow_err err = {0};
+    tow_counter_add(w->own->c_received, 1);
+    int rc = wire_check_header(&h, &err);
+    if (rc == TOW_ENOENT) {
+        struct wire_msg u = {.type = WIRE_UNKNOWN_MSG, .unknown = {.type = type}};
+        send_frame(w, c, &u);
+        return;
+    }
+    if (rc == 0) rc = wire_unpack(&m, &h, body, &err);
+    if (rc < 0) {
+        tow_warn("%s: router %s: %s", w->name, r->url, err.msg);
+        net_ctl_close(c, rc, err.msg);
+        return;
+    }
+    char a[WIRE_MAX_VALUE + 1], b[WIRE_MAX_VALUE + 1], f[WIRE_MAX_NAME + 1],
+        note[WIRE_MAX_NOTE + 1];
+    switch (m.type) {
+    case WIRE_WELCOME_MSG:
+        r->owner = ++w->own->next_owner;
+        r->heartbeat_ms = m.welcome.heartbeat_ms ? m.welcome.heartbeat_ms : 1000;
+        r->last_refusal[0] = 0;
+        tow_info("%s: joined router %s, heartbeat %u ms", w->name, r->url, r->heartbeat_ms);
+        heartbeat(w, r, net_loop_now_ms(w->loop));
+        net_sd_ready("serving");
+        break;
+    case WIRE_REFUSE_MSG:
+        wire_text_copy(m.refuse.field, f, sizeof f);
+        wire_text_copy(m.refuse.ours, a, sizeof a);
+        wire_text_copy(m.refuse.theirs, b, sizeof b);
+        wire_text_copy(m.refuse.note, note, sizeof note);
+        if (strncmp(r->last_refusal, note, sizeof r->last_refusal - 1) !=
+            0) /* once, not at each retry */
+            tow_error("%s: router %s refuses: %s: router has '%s', worker has '%s': %s", w->name,
+                      r->url, f, a, b, note);
+        snprintf(r->last_refusal, sizeof r->last_refusal, "%s", note);
+        break;
+    case WIRE_PING_MSG: {
+        struct wire_msg p = {.type = WIRE_PONG_MSG, .pong = {.seq = m.ping.seq}};
+        send_frame(w, c, &p);
+        break;
+    }
+    case WIRE_PONG_MSG:
+    case WIRE_UNKNOWN_MSG: break;
+    case WIRE_DRAIN_MSG:
+        begin_drain(w, m.drain.limit_ms ? m.drain.limit_ms : (uint32_t)(w->set.drain_s * 1000));
+        break;
+    default:
+        if (r->owner) w->role->on_message(w->own->self, r->owner, &m);
+        break;
+    }
+}
+
+static void on_close(void *arg, struct net_ctl *c, int code, const char *why)
+{
+    struct router *r = arg;
+    struct work *w = r->w;
+    (void)c;
+    uint64_t owner = r->owner;
+    r->link = NULL;
+    r->owner = 0;
+    if (owner) {
+        if (!w->own->drained)
+            tow_warn("%s: router %s lost: %s (%s)", w->name, r->url, why, tow_err_name(code));
+        w->role->on_router_lost(w->own->self, owner);
+    }
+}
+
+static void on_retry(void *arg, const char *url, const char *why, uint64_t retry_ms)
+{
+    struct router *r = arg;
+    tow_debug("%s: router %s not reached: %s; next try in %llu ms", r->w->name, url, why,
+              (unsigned long long)retry_ms);
+}
+
+/* ------------------------------------------------------------------ events of the other threads, timers */
+
+static void on_mover_wake(void *arg)
+{
+    struct work *w = arg;
+    struct kv_mover_event ev;
+    while (kv_mover_event(w->mover, &ev)) w->role->on_move(w->own->self, &ev);
+}
+
+static void on_engine_wake(void *arg)
+{
+    struct work *w = arg;
+    struct work_step *step;
+    while ((step = work_engine_done(w->engine))) w->role->on_stepped(w->own->self, step);
+}
+
+static void on_tick(void *arg)
+{
+    struct work *w = arg;
+    uint64_t now = net_loop_now_ms(w->loop);
+    w->role->on_tick(w->own->self, now);
+    for (int i = 0; i < w->own->n_routers; i++) {
+        struct router *r = &w->own->routers[i];
+        if (r->owner && now >= r->next_heartbeat_ms) heartbeat(w, r, now);
+    }
+}
+
+static void on_watchdog(void *arg)
+{
+    struct work *w = arg;
+    if (work_engine_running_ms(w->engine) <= STUCK_MS) net_sd_watchdog();
+}
+
+static void on_leave(void *arg)
+{
+    struct work *w = arg;
+    net_loop_stop(w->loop);
+}
+
+void work_drained(struct work *w)
+{
+    if (w->own->drained) return;
+    w->own->drained = true;
+    tow_info("%s: drained", w->name);
+    for (int i = 0; i < w->own->n_routers; i++) {
+        struct router *r = &w->own->routers[i];
+        if (!r->link) continue;
+        struct wire_msg m = {.type = WIRE_BYE_MSG, .bye = {.note = wire_text("drained")}};
+        send_frame(w, r->link, &m);
+        net_ctl_finish(r->link);
+    }
+    net_timer_start(w->own->leave, LEAVE_MS, 0);
+}
+
+void work_die(struct work *w, const struct tow_err *err)
+{
+    tow_error("%s: %s", w->name, err->msg);
+    w->own->exit_status = 1;
+    net_loop_stop(w->loop);
+}
+
+static void on_signal(void *arg, int signum)
+{
+    struct work *w = arg;
+    if (++w->own->signals == 1) {
+        begin_drain(w, (uint32_t)(w->set.drain_s * 1000));
+    } else {
+        tow_warn("%s: second signal %d: leaving now", w->name, signum);
+        net_loop_stop(w->loop);
+    }
+}
+
+void work_measured(struct work *w, uint32_t tokens, uint64_t busy_us)
+{
+    if (busy_us == 0) return;
+    double now = (double)tokens * 1e6 / (double)busy_us;
+    w->own->tokens_per_s = w->own->tokens_per_s > 0 ? 0.8 * w->own->tokens_per_s + 0.2 * now : now;
+}
+
+uint64_t work_now_ms(struct work *w)
+{
+    return net_loop_now_ms(w->loop);
+}
+
+/* ------------------------------------------------------------------ status */
+
+static int on_health(void *arg, struct tow_buf *out)
+{
+    struct work *w = arg;
+    bool stuck = work_engine_running_ms(w->engine) > STUCK_MS;
+    tow_buf_printf(out, "%s\n", stuck ? "stuck: one step runs too long" : "ok");
+    return stuck ? 503 : 200;
+}
+
+static int on_ready(void *arg, struct tow_buf *out)
+{
+    struct work *w = arg;
+    int joined = 0;
+    for (int i = 0; i < w->own->n_routers; i++) joined += w->own->routers[i].owner != 0;
+    const char *why = w->own->draining ? "draining" : joined == 0 ? "not joined" : "ready";
+    tow_buf_printf(out, "%s\n", why);
+    return strcmp(why, "ready") ? 503 : 200;
+}
+
+static void on_metrics(void *arg, struct tow_buf *out)
+{
+    struct work *w = arg;
+    tow_metrics_print(w->metrics, out);
+}
+
+static void collect(void *arg)
+{
+    struct work *w = arg;
+    struct work_own *o = w->own;
+    struct kv_mover_stats s;
+    int joined = 0;
+    for (int i = 0; i < o->n_routers; i++) joined += o->routers[i].owner != 0;
+    tow_gauge_set(o->g_pages, kv_pool_capacity(w->pool));
+    tow_gauge_set(o->g_pages_free, kv_pool_free_pages(w->pool));
+    tow_gauge_set(o->g_joined, joined);
+    tow_gauge_set(o->g_running_ms, (double)work_engine_running_ms(w->engine) / 1000.0);
+    uint64_t steps = work_engine_steps(w->engine);
+    tow_counter_add(o->c_steps, steps - o->steps_seen);
+    o->steps_seen = steps;
+    kv_mover_stats(w->mover, &s);
+    const double v[] = {s.peers_up,
+                        s.tickets_live,
+                        (double)s.bytes_in,
+                        (double)s.bytes_out,
+                        (double)s.bad_digests,
+                        (double)s.bad_offers,
+                        (double)s.leases_expired,
+                        (double)s.ep_errors};
+    for (int i = 0; i < 8; i++) tow_gauge_set(o->g_move[i], v[i]);
+    w->role->collect(o->self);
+}
+
+static void make_metrics(struct work *w)
+{
+    struct work_own *o = w->own;
+    o->g_pages = tow_gauge(w->metrics, "kv_pages", "pages in the pool", NULL);
+    o->g_pages_free =
+        tow_gauge(w->metrics, "kv_pages_free", "pages neither held nor reserved", NULL);
+    o->g_joined =
+        tow_gauge(w->metrics, "routers_joined", "routers this worker is welcome at", NULL);
+    o->g_running_ms = tow_gauge(w->metrics, "engine_step_age_seconds",
+                                "age of the step that runs now; 0 idle", NULL);
+    o->c_steps = tow_counter(w->metrics, "engine_steps_total", "forward passes ended", NULL);
+    o->c_sent = tow_counter(w->metrics, "control_messages_sent_total", "frames to routers", NULL);
+    o->c_received =
+        tow_counter(w->metrics, "control_messages_received_total", "frames from routers", NULL);
+    static const char *const names[] = {
+        "move_peers_up",    "move_tickets_live", "move_in_bytes",       "move_out_bytes",
+        "move_bad_digests", "move_bad_offers",   "move_leases_expired", "move_endpoint_errors"};
+    for (int i = 0; i < 8; i++)
+        o->g_move[i] = tow_gauge(w->metrics, names[i], "page transfer since start", NULL);
+    tow_metrics_on_print(w->metrics, collect, w);
+}
+
+/* ------------------------------------------------------------------ start */
+
+static int open_mover(struct work *w, struct tow_err *err)
+{
+    struct work_own *o = w->own;
+    struct kv_fact facts[MAX_FACTS];
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < o->n_facts; i++)
+        if (o->facts[i].class != WIRE_FACT_FREE)
+            facts[n++] = (struct kv_fact){o->facts[i].field.data, o->facts[i].value.data};
+    struct kv_mover_config c = {.name = w->name,
+                                .incarnation = w->incarnation,
+                                .secret =
+                                    o->token.len ? tow_hash64(o->token.data, o->token.len) : 0,
+                                .facts = facts,
+                                .n_facts = n,
+                                .page_bytes = (size_t)w->layout->page_bytes,
+                                .tail_bytes = (size_t)w->layout->tail_bytes,
+                                .heartbeat_ms = 1000,
+                                .lease_ms = (uint32_t)w->set.lease_ms,
+                                .max_tickets = w->max_tickets + 8,
+                                .max_peers = 64,
+                                .wake = net_wake_up,
+                                .wake_arg = o->mover_wake};
+    c.area_bytes[KV_AREA_PAGES] = (size_t)w->n_pages * c.page_bytes;
+    c.area_bytes[KV_AREA_TAILS] = (size_t)w->n_tails * c.tail_bytes;
+    int rc = kv_mover_open(&w->mover, &c, err);
+    if (rc < 0) return rc;
+    return kv_pool_new(&w->pool, kv_mover_area(w->mover, KV_AREA_PAGES), w->n_pages, c.page_bytes,
+                       kv_mover_area(w->mover, KV_AREA_TAILS), w->n_tails, c.tail_bytes, err);
+}
+
+static int join_routers(struct work *w, struct tow_err *err)
+{
+    static const struct net_ctl_hooks hooks = {on_open, on_frame, on_close, on_retry};
+    struct work_own *o = w->own;
+    if (w->set.join.n < 1 || w->set.join.n > MAX_ROUTERS)
+        return tow_fail(err, TOW_ECONFIG, "--join: %zu routers, 1 to %d", w->set.join.n,
+                        MAX_ROUTERS);
+    for (size_t i = 0; i < w->set.join.n; i++) {
+        struct router *r = &o->routers[o->n_routers];
+        r->w = w;
+        r->url = w->set.join.items[i];
+        int rc = net_ctl_dial(&r->dialer, w->loop, r->url, NULL, &hooks, r, err);
+        if (rc < 0) return rc;
+        o->n_routers++;
+    }
+    return 0;
+}
+
+static int start_all(struct work *w, struct tow_err *err)
+{
+    struct work_own *o = w->own;
+    struct model_options mo;
+    model_options(w, &mo);
+    int rc = model_weights_guard(err);
+    if (rc == 0) rc = model_open(&w->model, w->set.model_dir, &mo, err);
+    if (rc < 0) return rc;
+    w->layout = model_peek_layout(w->model);
+    const struct model_load_report *rep = &model_peek_weights(w->model)->report;
+    tow_info("%s: %s: %zu tensors in %zu files, %llu MiB%s; %s, %d threads", w->name,
+             w->set.model_dir, rep->n_found, rep->n_files,
+             (unsigned long long)(rep->file_bytes >> 20),
+             rep->mtp_absent ? ", MTP absent: drafts off" : "",
+             kern_dev_isa(model_peek_dev(w->model)), kern_dev_threads(model_peek_dev(w->model)));
+    rc = plan_pool(w, err);
+    if (rc < 0) return rc;
+    collect_facts(w);
+    if ((rc = net_loop_open(&w->loop, err)) < 0) return rc;
+    if ((rc = net_wake_open(&o->mover_wake, w->loop, on_mover_wake, w, err)) < 0) return rc;
+    if ((rc = net_wake_open(&o->engine_wake, w->loop, on_engine_wake, w, err)) < 0) return rc;
+    if ((rc = open_mover(w, err)) < 0) return rc;
+    if ((rc = work_engine_open(&w->engine, w->model, kv_pool_pages(w->pool), w->max_samples,
+                               net_wake_up, o->engine_wake, err)) < 0)
+        return rc;
+    if ((rc = tow_metrics_new(&w->metrics, err)) < 0) return rc;
+    make_metrics(w);
+    if ((rc = w->role->start(w, &o->self, err)) < 0) return rc;
+    if ((rc = tow_metrics_check(w->metrics, err)) < 0) return rc;
+    char addr[300];
+    snprintf(addr, sizeof addr, strchr(w->set.status.host, ':') ? "[%s]:%u" : "%s:%u",
+             w->set.status.host, w->set.status.port);
+    const struct net_status_hooks hooks = {on_health, on_ready, on_metrics, w};
+    if ((rc = net_status_open(&o->status, w->loop, addr, &hooks, err)) < 0) return rc;
+    if ((rc = net_timer_open(&o->tick, w->loop, on_tick, w, err)) < 0) return rc;
+    if ((rc = net_timer_open(&o->leave, w->loop, on_leave, w, err)) < 0) return rc;
+    if ((rc = net_timer_open(&o->watchdog, w->loop, on_watchdog, w, err)) < 0) return rc;
+    if ((rc = net_loop_on_signal(w->loop, SIGTERM, on_signal, w, err)) < 0) return rc;
+    if ((rc = net_loop_on_signal(w->loop, SIGINT, on_signal, w, err)) < 0) return rc;
+    if ((rc = join_routers(w, err)) < 0) return rc;
+    net_timer_start(o->tick, WORK_TICK_MS, WORK_TICK_MS);
+    if (net_sd_watchdog_ms())
+        net_timer_start(o->watchdog, net_sd_watchdog_ms(), net_sd_watchdog_ms());
+    tow_info("%s: status on %s:%u, %u pages of %d tokens, context %u", w->name, w->set.status.host,
+             net_status_port(o->status), w->n_pages, w->layout->page_tokens, w->max_context);
+    net_sd_status("waiting for a router");
+    return 0;
+}
+
+/* Stop first what can still call back, then what it would call. */
+static void stop_all(struct work *w)
+{
+    struct work_own *o = w->own;
+    for (int i = 0; i < o->n_routers; i++) net_ctl_dialer_close(o->routers[i].dialer);
+    net_status_close(o->status);
+    kv_mover_close(w->mover);
+    work_engine_close(w->engine);
+    if (o->self) w->role->stop(o->self);
+    net_timer_close(o->tick);
+    net_timer_close(o->leave);
+    net_timer_close(o->watchdog);
+    net_wake_close(o->mover_wake);
+    net_wake_close(o->engine_wake);
+    net_loop_free(w->loop);
+    tow_metrics_free(w->metrics);
+    model_close(w->model);
+}
+
+static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do *what,
+                         struct tow_err *err)
+{
+    struct work_own *o = w->own;
+    struct tow_opt table[MAX_OPTIONS];
+    size_t n = common_options(&w->set, table);
+    tow_assert(n + w->role->n_options <= MAX_OPTIONS);
+    if (w->role->n_options) memcpy(table + n, w->role->options, w->role->n_options * sizeof *table);
+    n += w->role->n_options;
+    const struct tow_opts_spec spec = {
+        .program = w->role->program, .about = w->role->about, .table = table, .n = n};
+    int rc = tow_opts_new(&o->opts, &spec, argc, (const char *const *)argv,
+                          (const char *const *)environ, what, err);
+    if (rc < 0) return rc;
+    if (*what == TOW_OPTS_HELP) {
+        struct tow_buf help;
+        tow_buf_init(&help, 0);
+        tow_opts_help(&spec, &help);
+        fputs(help.data ? help.data : "", stdout);
+        tow_buf_fini(&help);
+        return 0;
+    }
+    tow_log_init(w->role->program, (enum tow_log_level)w->set.log_level,
+                 (enum tow_log_format)w->set.log_format);
+    if ((rc = check_exact(w, err)) < 0 || (rc = check_name(w, err)) < 0) return rc;
+    if (w->set.fault && (rc = tow_fault_arm_text(w->set.fault, err)) < 0)
+        return tow_note(err, "--fault"), rc;
+    if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",
+                                                        256, &o->token, err)) < 0)
+        return rc;
+    return w->role->plan(w, err);
+}
+
+int work_run(const struct work_role *role, int argc, char **argv)
+{
+    struct work *w = calloc(1, sizeof *w);
+    struct work_own *o = calloc(1, sizeof *o);
+    struct tow_err err = {0};
+    enum tow_opts_do what = TOW_OPTS_RUN;
+    int status = 1;
+    if (!w || !o || !(o->frame = malloc(WIRE_MAX_BODY + WIRE_HEADER_BYTES))) {
+        fprintf(stderr, "%s: no memory\n", role->program);
+        free(o);
+        free(w);
+        return 1;
+    }
+    signal(SIGPIPE, SIG_IGN);
+    w->role = role;
+    w->own = o;
+    w->incarnation = tow_random_u64();
+    tow_buf_init(&o->token, 0);
+    tow_log_init(role->program, TOW_LOG_INFO, TOW_LOG_TEXT);
+
+    int rc = read_settings(w, argc, argv, &what, &err);
+    if (rc == 0 && what == TOW_OPTS_RUN) {
+        rc = start_all(w, &err);
+        if (rc == 0) {
+            net_loop_run(w->loop);
+            status = o->exit_status;
+            /* After a loss of the engine its thread may never come back: leave without waiting for it. */
+            if (status != 0 || o->signals > 1) _exit(status);
+        }
+        if (rc < 0) tow_error("%s", err.msg);
+        stop_all(w);
+        if (w->pool && rc == 0) kv_pool_free(w->pool);
+    } else if (rc == 0) {
+        if (what == TOW_OPTS_CHECK) {
+            struct text_config cfg;
+            rc = text_config_load(&cfg, w->set.model_dir, &err);
+        }
+        status = rc == 0 ? 0 : 1;
+        if (rc < 0) tow_error("%s", err.msg);
+    } else {
+        tow_error("%s", err.msg);
+    }
+    tow_opts_free(o->opts);
+    tow_buf_fini(&o->token);
+    free(o->frame);
+    free(o);
+    free(w);
+    return status;
+}
+
+/* ------------------------------------------------------------------ small conversions */
+
+void work_sampling(const struct wire_sampling *s, struct model_bias *bias,
+                   struct model_sampling *out)
+{
+    uint32_t n = wire_n_bias(s);
+    for (uint32_t i = 0; i < n; i++) {
+        struct wire_bias b = wire_bias_at(s, i);
+        bias[i] = (struct model_bias){(int32_t)b.token, b.bias};
+    }
+    *out = (struct model_sampling){.temperature = s->temperature,
+                                   .top_p = s->top_p > 0 ? s->top_p : 1,
+                                   .min_p = s->min_p,
+                                   .top_k = (int32_t)s->top_k,
+                                   .presence_penalty = s->presence_penalty,
+                                   .frequency_penalty = s->frequency_penalty,
+                                   .repetition_penalty =
+                                       s->repetition_penalty > 0 ? s->repetition_penalty : 1,
+                                   .seed = s->seed,
+                                   .n_logprobs = s->want_logprobs ? s->n_top : -1,
+                                   .bias = bias,
+                                   .n_bias = (int32_t)n};
+}
+
+uint32_t work_pack_logprobs(const struct model_choice *c, uint8_t n_top, void *out)
+{
+    struct wire_writer w = {.data = out, .cap = 4 + 8u * n_top};
+    /* The wire carries finite numbers only; -inf becomes the lowest one. */
+    wire_put_f32(&w, c->logprob < -3e38f ? -3e38f : c->logprob);
+    for (uint8_t i = 0; i < n_top; i++) {
+        bool there = i < c->n_top;
+        wire_put_u32(&w, there ? (uint32_t)c->top_ids[i] : 0);
+        wire_put_f32(&w, there && c->top_logprobs[i] > -3e38f ? c->top_logprobs[i] : -3e38f);
+    }
+    return (uint32_t)w.len;
+}
