@@ -66,6 +66,7 @@ static int plan(struct work *w, struct tow_err *err)
     (void)err;
     w->max_rows = w->max_samples = (int32_t)max_batch;
     w->max_batch = (uint32_t)max_batch;
+    w->reserve_tokens = (uint32_t)reserve_tokens;
     w->max_tickets = w->n_tails = (uint32_t)(4 * max_batch < 16 ? 16 : 4 * max_batch);
     return 0;
 }

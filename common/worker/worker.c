@@ -403,6 +403,8 @@ static void on_open(void *arg, struct net_ctl *c)
                                   .max_batch = w->max_batch,
                                   .chunk_tokens = w->chunk_tokens,
                                   .max_pending_tokens = w->max_pending_tokens,
+                                  .max_tickets = w->max_tickets,
+                                  .reserve_tokens = w->reserve_tokens,
                                   .data_address = {addr, (uint32_t)addr_bytes},
                                   .status_url = wire_text(status),
                                   .facts = {facts, (uint32_t)fw.len}};

@@ -68,9 +68,9 @@ struct work {
     uint32_t max_context, n_pages;
     /* set by plan() */
     int32_t max_rows, max_samples;
-    uint32_t max_tickets;                                 /* live at once at the mover */
-    uint32_t n_tails;                                     /* sequences that hold a tail at once */
-    uint32_t max_batch, chunk_tokens, max_pending_tokens; /* for HELLO */
+    uint32_t max_tickets; /* live at once at the mover */
+    uint32_t n_tails;     /* sequences that hold a tail at once */
+    uint32_t max_batch, chunk_tokens, max_pending_tokens, reserve_tokens; /* for HELLO */
     struct work_own *own;
 };
 
