@@ -19,7 +19,7 @@
 
 extern char **environ;
 
-enum { POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
+enum { MAX_OPTIONS = 24, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
 
 struct settings {
     const char *model_dir, *api_key_file, *join_token_file, *served_model_name;
@@ -34,7 +34,9 @@ struct settings {
 
 struct router {
     struct settings set;
-    struct tow_opts *opts;
+    struct tow_opts *opts; /* borrows spec and table */
+    struct tow_opts_spec spec;
+    struct tow_opt table[MAX_OPTIONS];
     struct text_config config;
     struct text_tokenizer *tok;
     struct tow_buf join_token;
@@ -168,17 +170,19 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
          .choices = format_names,
          .help = "text or JSON lines"},
     };
-    const struct tow_opts_spec spec = {.program = "towpath-router",
-                                       .about = "what clients talk to",
-                                       .table = table,
-                                       .n = sizeof table / sizeof *table};
-    int rc = tow_opts_new(&r->opts, &spec, argc, (const char *const *)argv,
+    _Static_assert(sizeof table / sizeof *table <= MAX_OPTIONS, "room for every option");
+    memcpy(r->table, table, sizeof table);
+    r->spec = (struct tow_opts_spec){.program = "towpath-router",
+                                     .about = "what clients talk to",
+                                     .table = r->table,
+                                     .n = sizeof table / sizeof *table};
+    int rc = tow_opts_new(&r->opts, &r->spec, argc, (const char *const *)argv,
                           (const char *const *)environ, what, err);
     if (rc < 0) return rc;
     if (*what == TOW_OPTS_HELP) {
         struct tow_buf help;
         tow_buf_init(&help, 0);
-        tow_opts_help(&spec, &help);
+        tow_opts_help(&r->spec, &help);
         fputs(help.data ? help.data : "", stdout);
         tow_buf_fini(&help);
         return 0;

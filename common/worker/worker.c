@@ -24,6 +24,7 @@
 
 extern char **environ;
 
+enum { N_COMMON = 21, MAX_OPTIONS = 40 };
 enum { MAX_ROUTERS = 16, MAX_FACTS = 24, STUCK_MS = 60000, LEAVE_MS = 500 };
 
 /* One router this worker joins. */
@@ -39,8 +40,10 @@ struct router {
 };
 
 struct work_own {
-    void *self; /* the role's object */
-    struct tow_opts *opts;
+    void *self;            /* the role's object */
+    struct tow_opts *opts; /* borrows spec and table */
+    struct tow_opts_spec spec;
+    struct tow_opt table[MAX_OPTIONS];
     struct router routers[MAX_ROUTERS];
     int n_routers;
     uint64_t next_owner;
@@ -70,8 +73,6 @@ static const char *const aq_names[] = {"w4a8", "w4a16", "w4a4", NULL};
 static const char *const level_names[] = {"error", "warn", "info", "debug", NULL};
 static const char *const format_names[] = {"text", "json", NULL};
 static const char *const url_schemes[] = {"tcp", "ipc", NULL};
-
-enum { N_COMMON = 21, MAX_OPTIONS = 40 };
 
 static size_t common_options(struct work_settings *s, struct tow_opt *to)
 {
@@ -747,6 +748,8 @@ static int start_all(struct work *w, struct tow_err *err)
     if ((rc = net_wake_open(&o->mover_wake, w->loop, on_mover_wake, w, err)) < 0) return rc;
     if ((rc = net_wake_open(&o->engine_wake, w->loop, on_engine_wake, w, err)) < 0) return rc;
     if ((rc = open_mover(w, err)) < 0) return rc;
+    /* UCX takes SIGBUS for itself when it starts. */
+    if ((rc = model_weights_guard(err)) < 0) return rc;
     if ((rc = work_engine_open(&w->engine, w->model, kv_pool_pages(w->pool), w->max_samples,
                                net_wake_up, o->engine_wake, err)) < 0)
         return rc;
@@ -797,20 +800,20 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
                          struct tow_err *err)
 {
     struct work_own *o = w->own;
-    struct tow_opt table[MAX_OPTIONS];
+    struct tow_opt *table = o->table;
     size_t n = common_options(&w->set, table);
     tow_assert(n + w->role->n_options <= MAX_OPTIONS);
     if (w->role->n_options) memcpy(table + n, w->role->options, w->role->n_options * sizeof *table);
     n += w->role->n_options;
-    const struct tow_opts_spec spec = {
+    o->spec = (struct tow_opts_spec){
         .program = w->role->program, .about = w->role->about, .table = table, .n = n};
-    int rc = tow_opts_new(&o->opts, &spec, argc, (const char *const *)argv,
+    int rc = tow_opts_new(&o->opts, &o->spec, argc, (const char *const *)argv,
                           (const char *const *)environ, what, err);
     if (rc < 0) return rc;
     if (*what == TOW_OPTS_HELP) {
         struct tow_buf help;
         tow_buf_init(&help, 0);
-        tow_opts_help(&spec, &help);
+        tow_opts_help(&o->spec, &help);
         fputs(help.data ? help.data : "", stdout);
         tow_buf_fini(&help);
         return 0;
