@@ -1,0 +1,27 @@
+/* ctl/main.c - towpath-ctl: picks the subcommand. */
+#include "deploy/ctl/eval.h"
+
+#include <stdio.h>
+#include <string.h>
+
+static const struct {
+    const char *name, *about;
+    int (*run)(int argc, char **argv);
+} commands[] = {
+    {"eval", "run the engine in this process on token ids; dump logits, hidden states, scores",
+     ctl_eval_main},
+};
+
+int main(int argc, char **argv)
+{
+    const size_t n = sizeof commands / sizeof *commands;
+    if (argc > 1)
+        for (size_t i = 0; i < n; i++)
+            if (!strcmp(argv[1], commands[i].name)) return commands[i].run(argc - 1, argv + 1);
+    int help = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "help"));
+    FILE *to = help ? stdout : stderr;
+    if (argc > 1 && !help) fprintf(to, "towpath-ctl: no command '%s'\n", argv[1]);
+    fprintf(to, "usage: towpath-ctl COMMAND [flags]   (COMMAND --help lists its flags)\n");
+    for (size_t i = 0; i < n; i++) fprintf(to, "  %-8s %s\n", commands[i].name, commands[i].about);
+    return help ? 0 : 2;
+}
