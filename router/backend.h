@@ -7,7 +7,8 @@
  * Owner    The router's loop thread, on both sides of the seam, always.
  * Holds    A request that submit() accepted ends exactly once: for each choice on_finish, or one
  *          on_fail for all choices not finished yet, or cancel(). No callback comes inside
- * submit(), cancel() or cancel_choice(), and none after the end.
+ *          submit(), cancel() or cancel_choice(), and none after the end; but these may be called
+ *          inside a callback, also for the request it is about.
  */
 #ifndef RTR_BACKEND_H
 #define RTR_BACKEND_H
