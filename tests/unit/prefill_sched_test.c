@@ -1,0 +1,229 @@
+/* Tests of prefill/sched.c: turns, limits, cancel, refusals. Random orders: cluster_model_test.c. */
+#include "tests/support/check.h"
+
+#include "common/base/err.h"
+#include "common/kv/pool.h"
+#include "prefill/sched.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#define CHUNK 8u
+
+struct world {
+    struct kv_pool *pool;
+    struct pre_sched *sched;
+    struct pre_actions acts;
+    void *memory, *tails;
+    uint64_t now;
+};
+
+static void setup(struct world *w, uint32_t pages, uint32_t max_pending)
+{
+    struct tow_err err;
+    memset(w, 0, sizeof *w);
+    w->memory = aligned_alloc(64, 64 * (size_t)pages);
+    w->tails = aligned_alloc(64, 64 * 8);
+    assert_int_equal(kv_pool_new(&w->pool, w->memory, pages, 64, w->tails, 8, 64, &err), 0);
+    struct pre_sched_config cfg = {.page_tokens = 4,
+                                   .max_context = 1000,
+                                   .chunk_tokens = CHUNK,
+                                   .max_pending_tokens = max_pending,
+                                   .max_jobs = 64};
+    assert_int_equal(pre_sched_new(&w->sched, &cfg, w->pool, &err), 0);
+    pre_actions_init(&w->acts);
+}
+
+static void teardown(struct world *w)
+{
+    pre_sched_free(w->sched);
+    pre_actions_fini(&w->acts);
+    kv_pool_free(w->pool);
+    free(w->memory);
+    free(w->tails);
+}
+
+static void step(struct world *w, struct pre_event ev)
+{
+    pre_actions_clear(&w->acts);
+    ev.now_ms = ++w->now;
+    pre_sched_step(w->sched, &ev, &w->acts);
+}
+
+static struct pre_action *find(struct world *w, enum pre_action_kind kind, unsigned type)
+{
+    for (uint32_t i = 0; i < w->acts.n; i++)
+        if (w->acts.items[i].kind == kind &&
+            (kind != PRE_DO_SEND || w->acts.items[i].msg.type == type))
+            return &w->acts.items[i];
+    return NULL;
+}
+
+static void submit(struct world *w, uint64_t id, uint32_t n)
+{
+    static uint32_t tokens[1000];
+    struct wire_msg m = {.type = WIRE_PREFILL_MSG};
+    m.prefill.ticket = (struct wire_ticket){id, id};
+    m.prefill.n_prompt = n;
+    m.prefill.max_tokens = 5;
+    m.prefill.tokens = (struct wire_ids){tokens, n};
+    step(w, (struct pre_event){.kind = PRE_ON_MESSAGE, .owner = 1, .msg = &m});
+}
+
+static void cancel(struct world *w, uint64_t id)
+{
+    struct wire_msg m = {.type = WIRE_CANCEL_MSG};
+    m.cancel.ticket = (struct wire_ticket){id, id};
+    step(w, (struct pre_event){.kind = PRE_ON_MESSAGE, .owner = 1, .msg = &m});
+}
+
+static void ended(struct world *w, uint64_t id, int code)
+{
+    step(w, (struct pre_event){.kind = PRE_ON_ENDED, .ticket = {id, id}, .code = code});
+}
+
+/* OP-08: shorts wait for one long chunk at most, and three long ones still finish. */
+static void test_pre_sched__short_prompt_waits_for_one_long_chunk(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 400, 2000);
+    for (uint64_t id = 1; id <= 3; id++) submit(&w, id, 200);
+    uint64_t next_short = 100;
+    uint32_t long_done = 0, waited = 0;
+    bool waiting = false;
+    for (uint32_t chunk = 0; long_done < 3; chunk++) {
+        assert_true(chunk < 400);
+        if (!waiting && chunk % 2 == 0) {
+            submit(&w, next_short, 3);
+            waiting = true;
+            waited = 0;
+        }
+        step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+        struct pre_action *offer = find(&w, PRE_DO_OFFER, 0);
+        if (offer && offer->tail) {
+            uint64_t id = offer->job->ticket.id;
+            if (id <= 3) long_done++;
+            if (id == next_short) {
+                waiting = false;
+                next_short++;
+            }
+            ended(&w, id, 0);
+            assert_non_null(find(&w, PRE_DO_SEND, WIRE_PREFILL_DONE_MSG));
+        }
+        assert_true(!waiting || ++waited <= 3);
+    }
+    teardown(&w);
+}
+
+/* KV-11: stops at the chunk boundary; pages are back only when mover and engine are both done. */
+static void test_pre_sched__cancel_waits_for_the_chunk_and_the_mover(void **state)
+{
+    (void)state;
+    struct world w;
+    struct pre_stats s;
+    setup(&w, 50, 1000);
+    submit(&w, 1, 160);
+    assert_non_null(find(&w, PRE_DO_CHUNK, 0));
+    cancel(&w, 1);
+    assert_non_null(find(&w, PRE_DO_CANCEL_MOVE, 0));
+    ended(&w, 1, TOW_ECANCEL);
+    assert_null(find(&w, PRE_DO_SEND, WIRE_CANCELLED_MSG));
+    assert_int_equal(kv_pool_free_pages(w.pool), 10);
+    submit(&w, 2, 3);
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    assert_non_null(find(&w, PRE_DO_SEND, WIRE_CANCELLED_MSG));
+    assert_int_equal(find(&w, PRE_DO_CHUNK, 0)->job->ticket.id, 2);
+    pre_sched_stats(w.sched, &s);
+    assert_int_equal(s.cancelled, 1);
+    assert_int_equal(kv_pool_free_pages(w.pool), 49);
+    cancel(&w, 77); /* unknown: answered all the same */
+    assert_non_null(find(&w, PRE_DO_SEND, WIRE_CANCELLED_MSG));
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    ended(&w, 2, 0);
+    assert_int_equal(kv_pool_free_pages(w.pool), 50);
+    teardown(&w);
+}
+
+static int denied(struct world *w)
+{
+    struct pre_action *a = find(w, PRE_DO_SEND, WIRE_DENY_MSG);
+    return a ? a->msg.deny.code : 0;
+}
+
+/* KV-05, KV-08, OP-07, OP-09 on this side. */
+static void test_pre_sched__limits_hold_exactly_and_name_themselves(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 10, 60);
+    submit(&w, 1, 41); /* 11 pages of 10 */
+    assert_int_equal(denied(&w), TOW_ETOOBIG);
+    submit(&w, 2, 40);
+    assert_int_equal(denied(&w), 0);
+    submit(&w, 2, 1);
+    assert_int_equal(denied(&w), TOW_ESTATE);
+    submit(&w, 3, 21);
+    assert_int_equal(denied(&w), TOW_EBUSY);
+    submit(&w, 4, 20);
+    assert_int_equal(denied(&w), 0);
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK}); /* 8 tokens less */
+    submit(&w, 5, 9);
+    assert_int_equal(denied(&w), TOW_EBUSY);
+    submit(&w, 6, 8);
+    assert_int_equal(denied(&w), 0);
+    step(&w, (struct pre_event){.kind = PRE_ON_DRAIN, .limit_ms = 1});
+    submit(&w, 7, 1);
+    assert_int_equal(denied(&w), TOW_EDRAIN);
+    step(&w, (struct pre_event){.kind = PRE_ON_TICK}); /* the limit has passed */
+    for (uint64_t id = 2; id <= 6; id += 2) ended(&w, id, TOW_EDRAIN);
+    assert_null(find(&w, PRE_DO_DRAINED, 0));
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    assert_non_null(find(&w, PRE_DO_DRAINED, 0));
+    assert_int_equal(kv_pool_free_pages(w.pool), 10);
+    teardown(&w);
+}
+
+/* KV-18: every length around chunk and page borders is offered whole, once, the tail last. */
+static void test_pre_sched__every_length_is_offered_whole(void **state)
+{
+    (void)state;
+    for (uint32_t n = 1; n <= 3 * CHUNK + 1; n++) {
+        struct world w;
+        setup(&w, 50, 1000);
+        uint32_t computed = 0, offered = 0;
+        bool tail = false;
+        submit(&w, 1, n);
+        while (!tail) {
+            struct pre_action *c = find(&w, PRE_DO_CHUNK, 0);
+            assert_non_null(c);
+            assert_int_equal(c->from, computed);
+            assert_true(c->n > 0);
+            computed += c->n;
+            assert_int_equal(c->last, computed == n);
+            step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+            struct pre_action *o = find(&w, PRE_DO_OFFER, 0);
+            if (!o) continue;
+            assert_int_equal(o->from, offered);
+            offered += o->n;
+            tail = o->tail;
+        }
+        assert_int_equal(offered, (n + 3) / 4);
+        for (uint32_t i = 0; i < offered; i++)
+            step(&w, (struct pre_event){.kind = PRE_ON_PART, .ticket = {1, 1}, .index = i});
+        assert_int_equal(kv_pool_free_pages(w.pool), 50); /* each is free once acknowledged */
+        ended(&w, 1, 0);
+        teardown(&w);
+    }
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_pre_sched__short_prompt_waits_for_one_long_chunk),
+        cmocka_unit_test(test_pre_sched__cancel_waits_for_the_chunk_and_the_mover),
+        cmocka_unit_test(test_pre_sched__limits_hold_exactly_and_name_themselves),
+        cmocka_unit_test(test_pre_sched__every_length_is_offered_whole),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
