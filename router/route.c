@@ -412,9 +412,9 @@ static uint32_t first_pages(const struct rtr_worker *d, const struct run *run)
     return pages_for(d, want < whole ? want : whole);
 }
 
-static bool decode_could(const struct rtr_worker *w, const struct run *run)
+static bool decode_could(const struct rtr_worker *w, uint64_t n)
 {
-    return whole_tokens(run) <= w->max_context && pages_for(w, whole_tokens(run)) <= w->pages;
+    return n <= w->max_context && pages_for(w, n) <= w->pages;
 }
 
 static bool prefill_could(const struct rtr_worker *w, uint64_t n)
@@ -426,15 +426,15 @@ static bool prefill_could(const struct rtr_worker *w, uint64_t n)
  * is missing. A
  * prefill worker must be able to hold the whole answer too: a stream that loses its decode worker, or
  * is pushed back, comes to it again with all its tokens. */
-static bool could_ever(struct rtr_route *r, const struct run *run)
+static bool could_ever(struct rtr_route *r, uint64_t whole)
 {
     bool seen[2] = {false, false}, could[2] = {false, false};
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
         struct rtr_worker *w = worker(r, i);
         if (w->pages == 0) continue; /* never used */
         seen[w->role] = true;
-        could[w->role] |= w->role == WIRE_DECODE_ROLE ? decode_could(w, run)
-                                                      : prefill_could(w, whole_tokens(run));
+        could[w->role] |=
+            w->role == WIRE_DECODE_ROLE ? decode_could(w, whole) : prefill_could(w, whole);
     }
     return (could[P] || !seen[P]) && (could[D] || !seen[D]);
 }
@@ -471,7 +471,9 @@ static bool pick(struct rtr_route *r, const struct run *run, bool strict, uint64
         struct rtr_worker *wd = worker(r, d);
         if (!live(wd) || wd->role != WIRE_DECODE_ROLE) continue;
         if (warm ? d != run->pin[D] : strict && d == run->avoid[D]) continue;
-        if (!rtr_registry_open(&r->workers, d, warm, now_ms) || !decode_could(wd, run)) continue;
+        if (!rtr_registry_open(&r->workers, d, warm, now_ms) ||
+            !decode_could(wd, whole_tokens(run)))
+            continue;
         if (first_pages(wd, run) > rtr_registry_free_pages(&r->workers, d)) continue;
         for (uint32_t p = 0; p < RTR_MAX_WORKERS; p++) {
             struct rtr_worker *wp = worker(r, p);
@@ -588,7 +590,7 @@ static void dispatch(struct rtr_route *r, bool quiet, uint64_t now_ms, struct rt
         n = n->next;
         if (blocked && blocked->passed >= r->cfg.max_passes) return;
         if (now_ms < run->not_before_ms) continue;
-        if (!could_ever(r, run)) {
+        if (!could_ever(r, whole_tokens(run))) {
             if (quiet) continue;
             fail_too_big(r, run, now_ms, out);
             n = r->queue.next; /* its siblings are gone as well */
@@ -1265,6 +1267,15 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
     for (uint32_t i = 0; i < n; i++) tokens += req->choices[i].n_prompt;
     if (n == 0)
         return refuse(r, f, TOW_EINVAL, 0, "empty", false, "the request asks for no choice");
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t n_prompt = req->choices[i].n_prompt;
+        if (n_prompt && req->max_tokens && could_ever(r, (uint64_t)n_prompt + req->max_tokens))
+            continue;
+        snprintf(text, sizeof text,
+                 "prompt of %u tokens and max_tokens %u exceed what the workers hold (%u)",
+                 n_prompt, req->max_tokens, rtr_route_context(r));
+        return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
+    }
     if (n > r->cfg.max_queued) {
         snprintf(text, sizeof text, "n is %u, must be at most %u (--max-queued)", n,
                  r->cfg.max_queued);
@@ -1290,17 +1301,9 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
     job->cookie = cookie;
     job->max_tokens = req->max_tokens;
     for (uint32_t i = 0; i < n; i++) {
-        struct run *run = &job->runs[i];
-        run->prompt = (const uint32_t *)req->choices[i].prompt;
-        run->n_prompt = req->choices[i].n_prompt;
-        run->seed = req->choices[i].seed;
-        if (run->n_prompt && run->job->max_tokens && could_ever(r, run)) continue;
-        snprintf(text, sizeof text,
-                 "prompt of %u tokens and max_tokens %u exceed what the workers hold (%u)",
-                 run->n_prompt, job->max_tokens, rtr_route_context(r));
-        free(job->bias);
-        free(job);
-        return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
+        job->runs[i].prompt = (const uint32_t *)req->choices[i].prompt;
+        job->runs[i].n_prompt = req->choices[i].n_prompt;
+        job->runs[i].seed = req->choices[i].seed;
     }
     tow_list_append(&r->jobs, &job->node);
     for (uint32_t i = 0; i < n; i++) start_run(r, &job->runs[i], now_ms);

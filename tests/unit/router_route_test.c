@@ -1,0 +1,555 @@
+/* Tests of router/route.c and router/registry.c against scripted workers. Random orders: cluster_model_test.c. */
+#include "tests/support/check.h"
+
+#include "common/base/err.h"
+#include "router/route.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define P1 1u /* connections */
+#define D1 2u
+#define D2 3u
+#define D3 4u
+
+struct world {
+    struct rtr_route *route;
+    struct rtr_actions acts;
+    uint64_t now, ids;
+    struct rtr_request req;
+    struct rtr_choice choices[8];
+};
+
+static text_id prompt[600];
+
+static uint64_t count_up(void *arg)
+{
+    return ++*(uint64_t *)arg;
+}
+
+static void setup(struct world *w)
+{
+    static const uint32_t eos[1] = {1};
+    struct tow_err err;
+    memset(w, 0, sizeof *w);
+    w->now = 1000;
+    struct rtr_route_config cfg = {.max_queued = 10,
+                                   .max_queued_tokens = 500,
+                                   .queue_timeout_ms = 5000,
+                                   .eos = eos,
+                                   .n_eos = 1,
+                                   .incarnation = 1,
+                                   .join_token = "secret",
+                                   .random = count_up,
+                                   .random_arg = &w->ids};
+    assert_int_equal(rtr_route_new(&w->route, &cfg, &err), 0);
+    rtr_actions_init(&w->acts);
+}
+
+static void teardown(struct world *w)
+{
+    rtr_route_free(w->route);
+    rtr_actions_fini(&w->acts);
+}
+
+static void message(struct world *w, uint64_t conn, const struct wire_msg *m)
+{
+    rtr_actions_clear(&w->acts);
+    rtr_route_reap(w->route);
+    rtr_route_step(
+        w->route,
+        &(struct rtr_event){.kind = RTR_ON_MESSAGE, .now_ms = w->now, .conn = conn, .msg = m},
+        &w->acts);
+}
+
+static void event(struct world *w, enum rtr_event_kind kind, uint64_t conn)
+{
+    rtr_actions_clear(&w->acts);
+    rtr_route_reap(w->route);
+    rtr_route_step(w->route, &(struct rtr_event){.kind = kind, .now_ms = w->now, .conn = conn},
+                   &w->acts);
+}
+
+/* The i-th action of that kind (and message type); conn 0: any. */
+static struct rtr_action *nth(struct world *w, enum rtr_action_kind kind, unsigned type,
+                              uint64_t conn, int i)
+{
+    for (uint32_t k = 0; k < w->acts.n; k++) {
+        struct rtr_action *a = &w->acts.items[k];
+        if (a->kind != kind || (conn && a->conn != conn)) continue;
+        if (kind == RTR_DO_SEND && a->msg.type != type) continue;
+        if (i-- == 0) return a;
+    }
+    return NULL;
+}
+static struct rtr_action *sent(struct world *w, unsigned type)
+{
+    return nth(w, RTR_DO_SEND, type, 0, 0);
+}
+
+struct facts {
+    uint8_t bytes[300];
+    struct wire_writer w;
+};
+static void fact(struct facts *f, uint8_t class, const char *field, const char *value)
+{
+    f->w.data = f->bytes;
+    f->w.cap = sizeof f->bytes;
+    wire_put_fact(&f->w, &(struct wire_fact){class, wire_text(field), wire_text(value)});
+}
+
+static struct wire_msg hello(const char *name, bool prefill, uint64_t incarnation, struct facts *f)
+{
+    struct wire_msg m = {.type = WIRE_HELLO_MSG};
+    m.hello.version_min = m.hello.version_max = 1;
+    m.hello.role = prefill ? WIRE_PREFILL_ROLE : WIRE_DECODE_ROLE;
+    m.hello.name = wire_text(name);
+    m.hello.incarnation = incarnation;
+    m.hello.join_token = (struct wire_bytes){"secret", 6};
+    m.hello.pages = 100;
+    m.hello.page_tokens = 4;
+    m.hello.max_context = 300;
+    m.hello.max_batch = 4;
+    m.hello.chunk_tokens = 16;
+    m.hello.max_pending_tokens = 400;
+    m.hello.max_tickets = 8;
+    if (f) m.hello.facts = (struct wire_bytes){f->bytes, (uint32_t)f->w.len};
+    return m;
+}
+
+static void beat(struct world *w, uint64_t conn)
+{
+    struct wire_msg m = {.type = WIRE_HEARTBEAT_MSG};
+    m.heartbeat.state = WIRE_SERVING;
+    m.heartbeat.pages_free = 100;
+    message(w, conn, &m);
+}
+
+static void paired(struct world *w, const char *name, uint64_t incarnation)
+{
+    struct wire_msg m = {.type = WIRE_PAIRED_MSG};
+    m.paired.name = wire_text(name);
+    m.paired.incarnation = incarnation;
+    m.paired.ok = 1;
+    message(w, P1, &m);
+}
+
+/* What an honest decode or prefill worker says next about t. */
+static void grant(struct world *w, uint64_t conn, struct wire_ticket t)
+{
+    struct wire_msg m = {.type = WIRE_GRANT_MSG};
+    m.grant.ticket = t;
+    message(w, conn, &m);
+}
+static void done(struct world *w, struct wire_ticket t)
+{
+    struct wire_msg m = {.type = WIRE_PREFILL_DONE_MSG};
+    m.prefill_done.ticket = t;
+    message(w, P1, &m);
+}
+static void tokens(struct world *w, uint64_t conn, struct wire_ticket t, uint32_t first, uint32_t n)
+{
+    static const uint32_t ids[16] = {9, 9, 9, 9, 9, 9, 9, 9};
+    struct wire_msg m = {.type = WIRE_TOKENS_MSG};
+    m.tokens.ticket = t;
+    m.tokens.first = first;
+    m.tokens.ids = (struct wire_ids){ids, n};
+    message(w, conn, &m);
+}
+static void finish(struct world *w, uint64_t conn, struct wire_ticket t, uint32_t n, bool length)
+{
+    struct wire_msg m = {.type = WIRE_FINISH_MSG};
+    m.finish.ticket = t;
+    m.finish.n_output = n;
+    m.finish.reason = length ? WIRE_FINISH_LENGTH : WIRE_FINISH_STOP;
+    message(w, conn, &m);
+}
+static void failed(struct world *w, uint64_t conn, struct wire_ticket t, int code)
+{
+    struct wire_msg m = {.type = WIRE_FAILED_MSG};
+    m.failed.ticket = t;
+    m.failed.code = (int16_t)code;
+    message(w, conn, &m);
+}
+static void deny(struct world *w, uint64_t conn, struct wire_ticket t, int code)
+{
+    struct wire_msg m = {.type = WIRE_DENY_MSG};
+    m.deny.ticket = t;
+    m.deny.code = (int16_t)code;
+    m.deny.note = wire_text("because");
+    message(w, conn, &m);
+}
+static void cancelled(struct world *w, uint64_t conn, struct wire_ticket t)
+{
+    struct wire_msg m = {.type = WIRE_CANCELLED_MSG};
+    m.cancelled.ticket = t;
+    message(w, conn, &m);
+}
+
+/* Runs the warm-up whose RESERVE is in the actions. */
+static void warm_up(struct world *w)
+{
+    struct rtr_action *r = sent(w, WIRE_RESERVE_MSG);
+    assert_non_null(r);
+    uint64_t conn = r->conn;
+    struct wire_ticket t = r->msg.reserve.ticket;
+    grant(w, conn, t);
+    assert_non_null(sent(w, WIRE_PREFILL_MSG));
+    done(w, t);
+    tokens(w, conn, t, 0, 3);
+    finish(w, conn, t, 3, true);
+}
+
+static void join_decode(struct world *w, uint64_t conn, const char *name)
+{
+    struct wire_msg m = hello(name, false, conn, NULL);
+    message(w, conn, &m);
+    assert_non_null(sent(w, WIRE_WELCOME_MSG));
+    assert_non_null(sent(w, WIRE_PAIR_MSG));
+    paired(w, name, conn);
+    warm_up(w);
+}
+
+static void join_prefill(struct world *w)
+{
+    struct wire_msg m = hello("p1", true, P1, NULL);
+    message(w, P1, &m);
+    assert_non_null(sent(w, WIRE_WELCOME_MSG));
+}
+
+static int submit(struct world *w, uint32_t n, uint32_t n_prompt, uint32_t max_tokens,
+                  struct rtr_job **job, struct rtr_refusal *f)
+{
+    for (uint32_t i = 0; i < n; i++) w->choices[i] = (struct rtr_choice){prompt, n_prompt, i};
+    w->req.choices = w->choices;
+    w->req.n_choices = n;
+    w->req.max_tokens = max_tokens;
+    rtr_actions_clear(&w->acts);
+    return rtr_route_submit(w->route, w->now, &w->req, w, job, f, &w->acts);
+}
+
+static const struct rtr_worker *worker(struct world *w, const char *name)
+{
+    const struct rtr_registry *g = rtr_route_registry(w->route);
+    return &g->workers[rtr_registry_by_name(g, wire_text(name))];
+}
+
+/* Readiness means a request went through; what came before waits and is served. */
+static void test_route__first_request_waits_for_the_warm_up_and_is_served(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    const char *why;
+    setup(&w);
+    assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+    assert_int_equal(w.acts.n, 0);
+    join_prefill(&w);
+    assert_false(rtr_route_ready(w.route, w.now, &why));
+    assert_string_equal(why, "no decode worker");
+    struct wire_msg m = hello("d1", false, D1, NULL);
+    message(&w, D1, &m);
+    assert_null(sent(&w, WIRE_RESERVE_MSG));
+    paired(&w, "d1", D1);
+    assert_null(nth(&w, RTR_DO_SEND, WIRE_RESERVE_MSG, 0, 1)); /* the warm-up alone */
+    assert_false(rtr_route_ready(w.route, w.now, &why));
+    warm_up(&w);
+    assert_true(rtr_route_ready(w.route, w.now, &why));
+    struct rtr_action *r = sent(&w, WIRE_RESERVE_MSG); /* now the waiting request */
+    assert_non_null(r);
+    assert_int_equal(r->msg.reserve.n_tokens, 10);
+    teardown(&w);
+}
+
+/* KV-07 and the join rules: the refusal names the field and both values. */
+static void test_route__join_that_does_not_fit_is_refused_with_both_values(void **state)
+{
+    (void)state;
+    struct world w;
+    struct facts a = {0}, b = {0}, c = {0};
+    setup(&w);
+    fact(&a, WIRE_FACT_LAYOUT, "kv_dtype", "fp8");
+    fact(&a, WIRE_FACT_NUMERICS, "index_topk", "512");
+    fact(&a, WIRE_FACT_FREE, "build", "1");
+    fact(&b, WIRE_FACT_LAYOUT, "kv_dtype", "bf16");
+    fact(&c, WIRE_FACT_LAYOUT, "kv_dtype", "fp8");
+    fact(&c, WIRE_FACT_NUMERICS, "index_topk", "1024");
+    fact(&c, WIRE_FACT_FREE, "build", "2");
+    struct wire_msg m = hello("p1", true, 7, &a);
+    message(&w, P1, &m);
+    assert_non_null(sent(&w, WIRE_WELCOME_MSG));
+    m = hello("d1", false, 8, &b);
+    message(&w, D1, &m);
+    struct rtr_action *r = sent(&w, WIRE_REFUSE_MSG);
+    assert_non_null(r);
+    assert_true(wire_text_is(r->msg.refuse.field, "kv_dtype"));
+    assert_true(wire_text_is(r->msg.refuse.ours, "fp8") &&
+                wire_text_is(r->msg.refuse.theirs, "bf16"));
+    assert_non_null(nth(&w, RTR_DO_CLOSE, 0, D1, 0));
+    m = hello("d1", false, 8, &c); /* other numerics: joins, but makes no pair; other build: free */
+    message(&w, D2, &m);
+    assert_non_null(sent(&w, WIRE_WELCOME_MSG));
+    assert_null(sent(&w, WIRE_PAIR_MSG));
+    m = hello("d2", false, 9, &a);
+    m.hello.join_token = (struct wire_bytes){"secreT", 6};
+    message(&w, D3, &m);
+    assert_int_equal(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.code, TOW_EAUTH);
+    m = hello("p1", true, 70, &a); /* a live worker's name */
+    message(&w, 9, &m);
+    assert_true(wire_text_is(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.field, "name"));
+    m = hello("p1", true, 7, &a); /* the same process again: its old connection is dead */
+    message(&w, 10, &m);
+    assert_non_null(sent(&w, WIRE_WELCOME_MSG));
+    assert_non_null(nth(&w, RTR_DO_CLOSE, 0, P1, 0));
+    m = hello("p9", true, 11, &a);
+    m.hello.version_min = m.hello.version_max = 9;
+    message(&w, 11, &m);
+    assert_true(wire_text_is(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.theirs, "9..9"));
+    teardown(&w);
+}
+
+/* OP-07: exact limits, n counts n, leaving clients free their place. OP-09: 400 at once. */
+static void test_route__queue_has_exact_limits(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *jobs[3], *more;
+    struct rtr_refusal f;
+    struct rtr_route_stats s;
+    setup(&w);
+    assert_int_equal(submit(&w, 4, 10, 2, &jobs[0], &f), 0);
+    assert_int_equal(submit(&w, 4, 10, 2, &jobs[1], &f), 0);
+    assert_int_equal(submit(&w, 3, 10, 2, &more, &f), TOW_EFULL);
+    assert_string_equal(f.reason, "queue_full");
+    assert_in_range(f.retry_after_s, 1, 600);
+    assert_int_equal(submit(&w, 2, 10, 2, &jobs[2], &f), 0);
+    assert_int_equal(rtr_route_room(w.route, w.now, &f), TOW_EFULL);
+    rtr_route_cancel(w.route, jobs[1], w.now, &w.acts);
+    assert_int_equal(rtr_route_room(w.route, w.now, &f), 0);
+    assert_int_equal(submit(&w, 1, 441, 2, &more, &f), TOW_EFULL);
+    assert_string_equal(f.reason, "queue_tokens_full");
+    assert_int_equal(submit(&w, 1, 440, 2, &more, &f), 0);
+    assert_int_equal(submit(&w, 1, 501, 2, &more, &f), TOW_EINVAL);
+    assert_int_equal(f.retry_after_s, 0);
+    w.now += 5000;
+    event(&w, RTR_ON_TICK, 0);
+    assert_int_equal(nth(&w, RTR_DO_FAIL, 0, 0, 2)->refusal.http, 503);
+    assert_string_equal(nth(&w, RTR_DO_FAIL, 0, 0, 0)->refusal.reason, "no_capacity");
+    rtr_route_stats(w.route, &s);
+    assert_int_equal(s.started, s.failed + s.cancelled);
+    assert_int_equal(s.waiting + s.waiting_tokens, 0);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    assert_int_equal(submit(&w, 1, 290, 10, &more, &f), 0);
+    assert_int_equal(submit(&w, 1, 290, 11, &more, &f), TOW_EINVAL);
+    assert_non_null(strstr(f.err.msg, "300"));
+    teardown(&w);
+}
+
+/* RT-03: busy is no failure. KV-02: a refusal for good ends the request and winds the other side up. */
+static void test_route__busy_worker_is_tried_again_and_never_left_out(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+    for (int i = 0; i < 40; i++) {
+        struct rtr_action *r = sent(&w, WIRE_RESERVE_MSG);
+        assert_non_null(r);
+        deny(&w, D1, r->msg.reserve.ticket, TOW_EFULL);
+        assert_null(sent(&w, WIRE_RESERVE_MSG));
+        w.now += 25;
+        event(&w, RTR_ON_TICK, 0);
+    }
+    assert_int_equal(worker(&w, "d1")->total_failures, 0);
+    struct rtr_action *r = sent(&w, WIRE_RESERVE_MSG);
+    struct wire_ticket t = r->msg.reserve.ticket;
+    grant(&w, D1, t);
+    deny(&w, P1, t, TOW_ETOOBIG);
+    struct rtr_action *fail = nth(&w, RTR_DO_FAIL, 0, 0, 0);
+    assert_int_equal(fail->refusal.err.code, TOW_ETOOBIG);
+    assert_string_equal(fail->refusal.err.msg, "because");
+    assert_int_equal(sent(&w, WIRE_CANCEL_MSG)->conn, D1);
+    assert_int_equal(worker(&w, "d1")->tickets, 1); /* held until it says so */
+    cancelled(&w, D1, t);
+    assert_int_equal(worker(&w, "d1")->tickets, 0);
+    assert_int_equal(worker(&w, "d1")->held_pages, 0);
+    teardown(&w);
+}
+
+/* RT-04: three failures leave it out, one probe at a time, one success brings it back. */
+static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    bool repaired = false;
+    uint32_t failures = 0, healed = 0;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    join_decode(&w, D2, "d2");
+    join_decode(&w, D3, "d3");
+    for (int i = 0; i < 200; i++) {
+        if (i == 100) repaired = true;
+        for (uint64_t c = P1; c <= D3; c++) beat(&w, c);
+        assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+        for (;;) {
+            struct rtr_action *r = sent(&w, WIRE_RESERVE_MSG);
+            assert_non_null(r); /* always another one to try */
+            uint64_t conn = r->conn;
+            struct wire_ticket t = r->msg.reserve.ticket;
+            if (conn == D2 && !repaired) {
+                failures++;
+                failed(&w, D2, t, TOW_EDEVICE);
+                assert_null(nth(&w, RTR_DO_FAIL, 0, 0, 0));
+                continue;
+            }
+            healed += conn == D2;
+            grant(&w, conn, t);
+            done(&w, t);
+            tokens(&w, conn, t, 0, 2);
+            finish(&w, conn, t, 2, true);
+            assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+            break;
+        }
+        w.now += 100;
+    }
+    assert_in_range(failures, 3, 3 + 5); /* to be left out, then probes at 1, 3, 7 s */
+    assert_in_range(healed, 10, 100);
+    teardown(&w);
+}
+
+/* Loss of D in mid-stream: the next attempt has prompt + outputs, and the client sees no seam. RT-09: load is zero. */
+static void test_route__stream_goes_on_elsewhere_after_loss_of_decode(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    join_decode(&w, D2, "d2");
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    uint64_t first = sent(&w, WIRE_RESERVE_MSG)->conn, second = first == D1 ? D2 : D1;
+    struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    grant(&w, first, t);
+    done(&w, t);
+    tokens(&w, first, t, 0, 4);
+    event(&w, RTR_ON_CLOSED, first);
+    assert_null(nth(&w, RTR_DO_FAIL, 0, 0, 0));
+    assert_non_null(sent(&w, WIRE_UNPAIR_MSG));
+    struct rtr_action *r = sent(&w, WIRE_RESERVE_MSG);
+    assert_int_equal(r->conn, second);
+    assert_int_equal(r->msg.reserve.n_tokens, 14);
+    assert_int_equal(r->msg.reserve.outputs.n, 4);
+    struct wire_ticket again = r->msg.reserve.ticket;
+    assert_int_not_equal(again.id, t.id);
+    assert_int_not_equal(again.nonce, t.nonce);
+    grant(&w, second, again);
+    struct rtr_action *p = sent(&w, WIRE_PREFILL_MSG);
+    assert_int_equal(p->msg.prefill.tokens.n, 14);
+    assert_int_equal(p->msg.prefill.n_prompt, 10);
+    assert_int_equal(wire_ids_at(p->msg.prefill.tokens, 13), 9);
+    tokens(&w, second, again, 4, 2);
+    assert_int_equal(nth(&w, RTR_DO_TOKENS, 0, 0, 0)->msg.tokens.first, 4);
+    finish(&w, second, again, 6, true);
+    assert_int_equal(nth(&w, RTR_DO_FINISH, 0, 0, 0)->reason, RTR_FINISH_LENGTH);
+    done(&w, again);
+    struct rtr_route_stats s;
+    rtr_route_stats(w.route, &s);
+    assert_int_equal(s.tickets, 0);
+    const char *names[] = {"p1", "d1", "d2"};
+    for (int i = 0; i < 3; i++) {
+        assert_int_equal(worker(&w, names[i])->tickets, 0);
+        assert_int_equal(worker(&w, names[i])->held_pages + worker(&w, names[i])->held_tokens, 0);
+    }
+    teardown(&w);
+}
+
+/* RT-06, KV-04: tokens that do not follow on are not passed on. */
+static void test_route__gap_in_the_tokens_goes_elsewhere(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    struct rtr_route_stats s;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    grant(&w, D1, t);
+    tokens(&w, D1, t, 1, 1);
+    assert_null(nth(&w, RTR_DO_TOKENS, 0, 0, 0));
+    assert_non_null(nth(&w, RTR_DO_SEND, WIRE_CANCEL_MSG, D1, 0));
+    assert_non_null(nth(&w, RTR_DO_SEND, WIRE_CANCEL_MSG, P1, 0));
+    rtr_route_stats(w.route, &s);
+    assert_int_equal(s.distrusted, 1);
+    tokens(&w, D1, t, 0, 1); /* of the old ticket: nobody's */
+    assert_null(nth(&w, RTR_DO_TOKENS, 0, 0, 0));
+    teardown(&w);
+}
+
+/* Silence: two heartbeats missed, no new work; five, dead. Draining router: refuses, finishes, says so. */
+static void test_route__silence_makes_suspect_then_dead_and_drain_ends(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    const char *why;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    assert_true(rtr_route_ready(w.route, w.now, &why));
+    w.now += 2500;
+    beat(&w, P1);
+    event(&w, RTR_ON_TICK, 0);
+    assert_false(rtr_route_ready(w.route, w.now, &why));
+    assert_int_equal(worker(&w, "d1")->state, RTR_SUSPECT);
+    beat(&w, D1);
+    assert_true(rtr_route_ready(w.route, w.now, &why));
+    assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+    assert_non_null(sent(&w, WIRE_RESERVE_MSG));
+    w.now += 5500;
+    beat(&w, P1);
+    event(&w, RTR_ON_TICK, 0);
+    assert_int_equal(worker(&w, "d1")->state, RTR_GONE);
+    assert_string_equal(nth(&w, RTR_DO_CLOSE, 0, D1, 0)->why, "5 heartbeats missed");
+    assert_string_equal(nth(&w, RTR_DO_FAIL, 0, 0, 0)->refusal.reason,
+                        "no_capacity"); /* 5 s are over */
+    assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+    event(&w, RTR_ON_DRAIN, 0);
+    assert_null(nth(&w, RTR_DO_DRAINED, 0, 0, 0));
+    struct rtr_job *late;
+    assert_int_equal(submit(&w, 1, 10, 2, &late, &f), TOW_EDRAIN);
+    assert_in_range(f.retry_after_s, 1, 600);
+    rtr_route_cancel(w.route, job, w.now, &w.acts);
+    event(&w, RTR_ON_TICK, 0);
+    assert_non_null(nth(&w, RTR_DO_DRAINED, 0, 0, 0));
+    teardown(&w);
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_route__first_request_waits_for_the_warm_up_and_is_served),
+        cmocka_unit_test(test_route__join_that_does_not_fit_is_refused_with_both_values),
+        cmocka_unit_test(test_route__queue_has_exact_limits),
+        cmocka_unit_test(test_route__busy_worker_is_tried_again_and_never_left_out),
+        cmocka_unit_test(test_route__failing_worker_is_left_out_probed_and_comes_back),
+        cmocka_unit_test(test_route__stream_goes_on_elsewhere_after_loss_of_decode),
+        cmocka_unit_test(test_route__gap_in_the_tokens_goes_elsewhere),
+        cmocka_unit_test(test_route__silence_makes_suspect_then_dead_and_drain_ends),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
