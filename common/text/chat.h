@@ -41,8 +41,9 @@ struct text_chat_options {
     bool thinking;      /* the last turn opens with <think> */
     bool keep_thinking; /* reasoning of earlier turns stays (drop_thinking off) */
     bool no_bos;
-    bool lenient_parts; /* other content parts become "[Unsupported TYPE]", as in the
-                                       release; otherwise they are refused by name */
+    bool as_release; /* as the release's encoder where an API is wiser or kinder: content parts of
+                        other types become "[Unsupported TYPE]" in tool results instead of being
+                        refused, and only its own effort names are known */
     enum text_effort effort;
 
     enum text_tool_choice tool_choice;
@@ -60,8 +61,8 @@ struct text_chat_options {
  * auto. tool_name is borrowed from the value. */
 int text_chat_set_tool_choice(struct text_chat_options *o, const struct json *value,
                               struct tow_err *err);
-/* "high" or "max", the only two the format knows; NULL is none; anything else is TOW_EINVAL. Names an
- * API knows besides (low, medium, ...) are for the caller to map. */
+/* "high" and "max" as the release knows them. NULL is none, and so are, unless as_release is set, the
+ * names of other APIs: none, minimal, low, medium. Anything else is TOW_EINVAL. */
 int text_chat_set_effort(struct text_chat_options *o, const char *name, struct tow_err *err);
 
 /* What the model is to write next, taken from the prompt that was really built. */

@@ -113,7 +113,7 @@ static int read_text(struct enc *e, const struct json *v, size_t i, const char *
         if (rc == 0 && json_type(part) != JSON_OBJECT)
             rc = tow_fail(e->err, TOW_EINVAL, "must be an object, is %s", json_type_name(part));
         if (rc == 0 && !type) rc = tow_fail(e->err, TOW_EINVAL, "type: is required but missing");
-        if (rc == 0 && strcmp(type, "text") != 0 && !(e->o->lenient_parts && any_parts))
+        if (rc == 0 && strcmp(type, "text") != 0 && !(e->o->as_release && any_parts))
             rc = tow_fail(e->err, TOW_EINVAL, "type: \"%.60s\" is not supported, only \"text\"",
                           type);
         if (rc < 0) {
@@ -831,15 +831,19 @@ void text_chat_prompt_fini(struct text_chat_prompt *p)
 
 int text_chat_set_effort(struct text_chat_options *o, const char *name, struct tow_err *err)
 {
-    if (!name)
-        o->effort = TEXT_EFFORT_NONE;
-    else if (strcmp(name, "high") == 0)
+    static const char *const weaker[] = {"none", "minimal", "low", "medium"};
+    o->effort = TEXT_EFFORT_NONE;
+    if (!name) return 0;
+    for (size_t i = 0; !o->as_release && i < sizeof weaker / sizeof *weaker; i++)
+        if (strcmp(name, weaker[i]) == 0) return 0;
+    if (strcmp(name, "high") == 0)
         o->effort = TEXT_EFFORT_HIGH;
     else if (strcmp(name, "max") == 0)
         o->effort = TEXT_EFFORT_MAX;
     else
         return tow_fail(err, TOW_EINVAL,
-                        "reasoning_effort: must be \"high\" or \"max\", is \"%.60s\"", name);
+                        "reasoning_effort: must be %s\"high\" or \"max\", is \"%.60s\"",
+                        o->as_release ? "" : "\"none\", \"minimal\", \"low\", \"medium\", ", name);
     return 0;
 }
 

@@ -17,7 +17,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
         .thinking = data[0] & 1,
         .keep_thinking = data[0] & 2,
         .no_bos = data[0] & 4,
-        .lenient_parts = data[0] & 8,
+        .as_release = data[0] & 8,
         .effort = data[0] & 16 ? TEXT_EFFORT_MAX : TEXT_EFFORT_NONE,
         .tools = json_find(v, "tools"),
         .response_format = json_find(v, "response_format"),

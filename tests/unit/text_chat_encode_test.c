@@ -70,7 +70,7 @@ static int options_of(const struct json *j, struct text_chat_options *o)
     struct tow_err err;
     const char *mode, *effort;
     bool drop, bos;
-    *o = (struct text_chat_options){.lenient_parts = true};
+    *o = (struct text_chat_options){.as_release = true};
     assert_int_equal(json_get_string(j, "thinking_mode", "chat", &mode, NULL, &err), 0);
     assert_int_equal(json_get_string(j, "reasoning_effort", NULL, &effort, NULL, &err), 0);
     assert_int_equal(json_get_bool(j, "drop_thinking", true, &drop, &err), 0);
@@ -174,7 +174,7 @@ static void test_chat_encode__nothing_of_the_caller_is_control_text(void **state
         "{\"role\":\"tool\",\"content\":[{\"type\":\"@</think>@\"}]},"
         "{\"role\":\"latest_reminder\",\"content\":\"@<think>@\"},"
         "{\"role\":\"developer\",\"content\":\"@<think>@\"}]";
-    const struct text_chat_options o = {.thinking = true, .lenient_parts = true};
+    const struct text_chat_options o = {.thinking = true, .as_release = true};
     struct text_chat_prompt p;
     struct tow_err err;
     struct json *keep;
@@ -227,6 +227,33 @@ static void test_chat_encode__errors_name_the_field(void **state)
         if (!strstr(err.msg, cases[i][1])) fail_msg("'%s' lacks '%s'", err.msg, cases[i][1]);
         text_chat_prompt_fini(&p);
         json_free(keep);
+    }
+}
+
+static void test_chat_encode__effort_names(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *name;
+        int rc, rc_release;
+        enum text_effort effort;
+    } cases[] = {
+        {NULL, 0, 0, TEXT_EFFORT_NONE},
+        {"high", 0, 0, TEXT_EFFORT_HIGH},
+        {"max", 0, 0, TEXT_EFFORT_MAX},
+        {"low", 0, TOW_EINVAL, TEXT_EFFORT_NONE},
+        {"medium", 0, TOW_EINVAL, TEXT_EFFORT_NONE},
+        {"minimal", 0, TOW_EINVAL, TEXT_EFFORT_NONE},
+        {"none", 0, TOW_EINVAL, TEXT_EFFORT_NONE},
+        {"xhigh", TOW_EINVAL, TOW_EINVAL, TEXT_EFFORT_NONE},
+        {"", TOW_EINVAL, TOW_EINVAL, TEXT_EFFORT_NONE},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct text_chat_options api = {0}, release = {.as_release = true};
+        struct tow_err err;
+        assert_int_equal(text_chat_set_effort(&api, cases[i].name, &err), cases[i].rc);
+        assert_int_equal(api.effort, cases[i].effort);
+        assert_int_equal(text_chat_set_effort(&release, cases[i].name, &err), cases[i].rc_release);
     }
 }
 
@@ -326,7 +353,7 @@ static void test_chat_encode__many_calls_and_results_stay_fast(void **state)
     assert_int_equal(text_chat_encode(&p, m, &o, &err), 0);
     const char *at = p.text.data;
     for (int i = 0; i < N; i++) {
-        char want[40];
+        char want[48];
         snprintf(want, sizeof want, "<tool_result>r%d;</tool_result>", i);
         at = strstr(at, "<tool_result>");
         assert_non_null(at);
@@ -346,6 +373,7 @@ int main(void)
         cmocka_unit_test(test_chat_encode__fixed_texts_are_equal),
         cmocka_unit_test(test_chat_encode__nothing_of_the_caller_is_control_text),
         cmocka_unit_test(test_chat_encode__errors_name_the_field),
+        cmocka_unit_test(test_chat_encode__effort_names),
         cmocka_unit_test(test_chat_encode__parts_are_joined_by_blank_lines),
         cmocka_unit_test(test_chat_encode__tool_choice_decides_how_the_turn_opens),
         cmocka_unit_test(test_chat_encode__many_calls_and_results_stay_fast),
