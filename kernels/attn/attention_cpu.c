@@ -9,23 +9,33 @@
 #include "kernels/cpu/team.h"
 #include "kernels/gemm/tile_cpu.h"
 #include "kernels/kvpack/kvpack.h"
+#include "kernels/kvpack/load_cpu.h"
 #include "kernels/ops.h"
 
 #include "common/base/err.h"
 
 enum {
-    KEYS = 64,        /* of a block: 128 KiB of floats at width 512 */
-    HEADS = 16,       /* of a part */
-    KEPT_KEYS = 4096, /* scores kept per head */
+    KEYS = 64,          /* of a block: 132 KiB of floats at width 512 */
+    HEADS = 32,         /* of a part at most; all of them read a dequantized key */
+    KEPT_SCORES = 4096, /* keys whose scores stay between the passes, per head */
+    KEPT_KEYS =
+        704, /* keys that stay as floats: window 128 and 512 selected, 1.5 MiB at width 512 */
 };
+
+/* A tile of the weighted sum: heads x vectors of columns. */
+#if KERN_ISA_AVX512
+enum { ADD_H = 4, ADD_C = 4 };
+#else
+enum { ADD_H = 2, ADD_C = 2 };
+#endif
 
 struct job {
     const struct kern_attention *p;
     const int32_t *seq_of; /* [T], -1 = row of no sequence */
     uint8_t *scratch;
     size_t stride;
-    int64_t dp;
-    int32_t head_groups;
+    int64_t dp, ld;             /* padded width; floats from key to key */
+    int32_t head_groups, heads; /* parts per row, heads of each */
 };
 
 /* One row's keys. */
@@ -42,7 +52,7 @@ static void load_keys(const struct job *j, const struct keys *ks, int64_t k0, in
     const struct kern_kv_layout *l = p->layout;
     const struct kern_kv_spec *sp = &l->spec;
     const struct kern_kv_layer *y = &l->layer[p->layer];
-    for (int64_t i = k0; i < k0 + n; i++, out += j->dp) {
+    for (int64_t i = k0; i < k0 + n; i++, out += j->ld) {
         if (i < ks->n_window) {
             int64_t pos = ks->from + i;
             if (pos >= ks->q->pos0)
@@ -50,43 +60,57 @@ static void load_keys(const struct job *j, const struct keys *ks, int64_t k0, in
                     kern_at(p->kv, (ks->q->row0 + pos - ks->q->pos0) * sp->head_dim, p->act),
                     p->act, sp->head_dim, out);
             else
-                kern_kv_load(sp->kv_fmt, ks->q->tail + y->window_off, sp->window, pos % sp->window,
-                             out, sp->head_dim, sp->rope_dim);
+                kern_kv_row(sp->kv_fmt, ks->q->tail + y->window_off, sp->window, pos % sp->window,
+                            out, sp->head_dim, sp->rope_dim);
         } else {
             int64_t e = i - ks->n_window, row;
             const uint8_t *part;
             if (ks->selected) e = ks->selected[e];
             part = kern_entry_part(p->pages, l, p->layer, false, ks->q, e, &row);
-            kern_kv_load(sp->kv_fmt, part, y->per_page, row, out, sp->head_dim, sp->rope_dim);
+            kern_kv_row(sp->kv_fmt, part, y->per_page, row, out, sp->head_dim, sp->rope_dim);
         }
-        for (int64_t c = sp->head_dim; c < j->dp; c++) out[c] = 0.0f;
     }
 }
 
-/* acc[c] += sum over keys, ascending, of w[k] * key[k][c]. */
-static void add_keys(const float *w, const float *keys, int64_t n, int64_t dp, float *acc)
+/* o[h][c] += sum over keys, ascending, of w[h][k] * key[k][c], for nh heads and nc vectors of columns. */
+V_INLINE void add_tile(const float *w, int64_t ld_w, const float *keys, int64_t n, int64_t ld,
+                       float *o, int64_t ld_o, const int nh, const int nc)
 {
-    int64_t c = 0;
-    for (; c + 64 <= dp; c += 64) {
-        v16 a0 = v_load(acc + c), a1 = v_load(acc + c + 16), a2 = v_load(acc + c + 32),
-            a3 = v_load(acc + c + 48);
-        for (int64_t k = 0; k < n; k++) {
-            const float *key = keys + k * dp + c;
-            v16 wk = v_set1(w[k]);
-            a0 = v_fma(wk, v_load(key), a0);
-            a1 = v_fma(wk, v_load(key + 16), a1);
-            a2 = v_fma(wk, v_load(key + 32), a2);
-            a3 = v_fma(wk, v_load(key + 48), a3);
+    v16 acc[ADD_H][ADD_C];
+#pragma GCC unroll 8
+    for (int h = 0; h < nh; h++)
+#pragma GCC unroll 8
+        for (int c = 0; c < nc; c++) acc[h][c] = v_load(o + h * ld_o + 16 * c);
+    for (int64_t k = 0; k < n; k++) {
+        v16 key[ADD_C];
+#pragma GCC unroll 8
+        for (int c = 0; c < nc; c++) key[c] = v_load(keys + k * ld + 16 * c);
+#pragma GCC unroll 8
+        for (int h = 0; h < nh; h++) {
+            v16 wk = v_set1(w[h * ld_w + k]);
+#pragma GCC unroll 8
+            for (int c = 0; c < nc; c++) acc[h][c] = v_fma(wk, key[c], acc[h][c]);
         }
-        v_store(acc + c, a0);
-        v_store(acc + c + 16, a1);
-        v_store(acc + c + 32, a2);
-        v_store(acc + c + 48, a3);
     }
-    for (; c < dp; c += 16) {
-        v16 a = v_load(acc + c);
-        for (int64_t k = 0; k < n; k++) a = v_fma(v_set1(w[k]), v_load(keys + k * dp + c), a);
-        v_store(acc + c, a);
+#pragma GCC unroll 8
+    for (int h = 0; h < nh; h++)
+#pragma GCC unroll 8
+        for (int c = 0; c < nc; c++) v_store(o + h * ld_o + 16 * c, acc[h][c]);
+}
+
+static void add_keys(const float *w, int64_t ld_w, int32_t nh, const float *keys, int64_t n,
+                     int64_t ld, int64_t dp, float *o)
+{
+    for (int64_t c = 0; c < dp;) {
+        bool wide = dp - c >= 16 * ADD_C;
+        int32_t h = 0;
+        for (; wide && h + ADD_H <= nh; h += ADD_H)
+            add_tile(w + h * ld_w, ld_w, keys + c, n, ld, o + h * dp + c, dp, ADD_H, ADD_C);
+        for (; wide && h < nh; h++)
+            add_tile(w + h * ld_w, ld_w, keys + c, n, ld, o + h * dp + c, dp, 1, ADD_C);
+        for (; !wide && h < nh; h++)
+            add_tile(w + h * ld_w, ld_w, keys + c, n, ld, o + h * dp + c, dp, 1, 1);
+        c += wide ? 16 * ADD_C : 16;
     }
 }
 
@@ -97,8 +121,8 @@ static void row_part(void *arg, int64_t part, int thread)
     const struct kern_kv_spec *sp = &p->layout->spec;
     int32_t ratio = p->layout->layer[p->layer].ratio, d = sp->head_dim;
     int64_t t = part / j->head_groups, dp = j->dp;
-    int32_t h0 = (int32_t)(part % j->head_groups) * HEADS;
-    int32_t nh = p->H - h0 < HEADS ? p->H - h0 : HEADS;
+    int32_t h0 = (int32_t)(part % j->head_groups) * j->heads;
+    int32_t nh = p->H - h0 < j->heads ? p->H - h0 : j->heads;
     if (j->seq_of[t] < 0) return;
     struct keys ks = {.q = &p->seqs[j->seq_of[t]]};
     ks.pos = ks.q->pos0 + (t - ks.q->row0);
@@ -112,15 +136,15 @@ static void row_part(void *arg, int64_t part, int thread)
         ks.n += (ks.pos + 1) / ratio;
     }
 
-    float *q = (float *)(j->scratch + j->stride * (size_t)thread), *o = q + HEADS * dp;
-    float *keys = o + HEADS * dp, *kept = keys + KEYS * dp;
+    bool keep = ks.n <= KEPT_SCORES, keep_keys = ks.n <= KEPT_KEYS;
+    int64_t ld = keep ? (ks.n + KEYS - 1) / KEYS * KEYS : KEYS;
+    float *q = (float *)(j->scratch + j->stride * (size_t)thread), *o = q + HEADS * j->ld;
+    float *keys0 = o + HEADS * dp, *kept = keys0 + KEPT_KEYS * j->ld;
     const float *rows[HEADS];
     v16 max[HEADS], sum[HEADS];
-    bool keep = ks.n <= KEPT_KEYS;
-    int64_t ld = keep ? (ks.n + KEYS - 1) / KEYS * KEYS : KEYS;
     for (int32_t h = 0; h < nh; h++) {
-        rows[h] = q + h * dp;
-        kern_row_load(kern_at(p->q, (t * p->H + h0 + h) * d, p->act), p->act, d, q + h * dp);
+        rows[h] = q + h * j->ld;
+        kern_row_load(kern_at(p->q, (t * p->H + h0 + h) * d, p->act), p->act, d, q + h * j->ld);
         max[h] = v_set1(-INFINITY);
         sum[h] = v_zero();
     }
@@ -129,8 +153,9 @@ static void row_part(void *arg, int64_t part, int thread)
         for (int64_t k0 = 0; k0 < ks.n; k0 += KEYS) {
             int64_t n = ks.n - k0 < KEYS ? ks.n - k0 : KEYS;
             float *s = keep ? kept + k0 : kept;
-            load_keys(j, &ks, k0, n, keys);
-            if (pass == 0 || !keep) kern_tile(rows, nh, keys, n, dp, dp, s, ld);
+            float *keys = keep_keys ? keys0 + k0 * j->ld : keys0;
+            if (pass == 0 || !keep_keys) load_keys(j, &ks, k0, n, keys);
+            if (pass == 0 || !keep) KERN_ISA(kern_tile)(rows, nh, keys, n, j->ld, dp, s, ld);
             for (int32_t h = 0; h < nh; h++)
                 for (int64_t k = 0; k < n; k += 16) {
                     int w = n - k < 16 ? (int)(n - k) : 16;
@@ -149,8 +174,7 @@ static void row_part(void *arg, int64_t part, int thread)
                     sum[h] = v_add(sum[h], x);
                     v_storen(s + h * ld + k, v_round_act(x, p->act), w);
                 }
-            for (int32_t h = 0; h < nh && pass == 1; h++)
-                add_keys(s + h * ld, keys, n, dp, o + h * dp);
+            if (pass == 1) add_keys(s, ld, nh, keys, n, j->ld, dp, o);
             if (pass == 0 && k0 + n == ks.n)
                 for (int32_t h = 0; h < nh; h++) max[h] = v_set1(v_hmax(max[h]));
         }
@@ -166,16 +190,21 @@ int KERN_ISA(kern_attention)(struct kern_stream *s, const struct kern_attention 
 {
     struct job j = {.p = p, .dp = kern_pad16(p->layout->spec.head_dim)};
     if (p->T == 0 || p->n_seqs == 0) return 0;
+    j.ld = kern_row_ld(j.dp);
     int32_t *seq_of = kern_scratch(s, KERN_SLOT_OP2, (size_t)p->T * sizeof *seq_of);
     j.scratch = kern_scratch_each(
-        s, KERN_SLOT_OP, (size_t)((2 * HEADS + KEYS) * j.dp + HEADS * (KEPT_KEYS + KEYS)) * 4,
+        s, KERN_SLOT_OP, (size_t)((HEADS + KEPT_KEYS) * j.ld + HEADS * (j.dp + KEPT_SCORES)) * 4,
         &j.stride);
     if (!seq_of || !j.scratch) return TOW_ENOMEM;
     for (int32_t t = 0; t < p->T; t++) seq_of[t] = -1;
     for (int32_t i = 0; i < p->n_seqs; i++)
         for (int32_t r = 0; r < p->seqs[i].n_rows; r++) seq_of[p->seqs[i].row0 + r] = i;
     j.seq_of = seq_of;
-    j.head_groups = (p->H + HEADS - 1) / HEADS;
+    /* Fewer heads in a part when there are too few rows to go round. */
+    j.heads = HEADS;
+    while (j.heads > 4 && (int64_t)p->T * ((p->H + j.heads - 1) / j.heads) < kern_stream_threads(s))
+        j.heads /= 2;
+    j.head_groups = (p->H + j.heads - 1) / j.heads;
     kern_parallel(s, (int64_t)p->T * j.head_groups, row_part, &j);
     return 0;
 }

@@ -1,14 +1,15 @@
 /* kernels/attn/index_select_cpu.c - scores the visible entries of each row and keeps the best.
  *
  * Rows are taken in blocks of one sequence, blocks in batches whose scores fit a fixed budget. Round one, per
- * block and run of 64 entries: the keys are dequantized once for all rows of the block. Round two, per row: the
+ * block and run of 64 entries: the keys are dequantized once for all rows of the block and turned into
+ * columns, so that sixteen entries are summed side by side over the key's width (k ascending, one chain each). Round two, per row: the
  * k-th highest score is found by counting digits of the order-preserving integer form of the floats (exact,
  * whatever the values), then one ascending scan takes what is above it and the lowest-numbered of its equals.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
-#include "kernels/gemm/tile_cpu.h"
 #include "kernels/kvpack/kvpack.h"
+#include "kernels/kvpack/load_cpu.h"
 #include "kernels/ops.h"
 
 #include "common/base/err.h"
@@ -44,6 +45,42 @@ static int64_t visible(const struct kern_index_select *p, const struct kern_seq 
     return (q->pos0 + (t - q->row0) + 1) / p->layout->layer[p->layer].ratio;
 }
 
+/* A tile: heads x vectors of entries. */
+#if KERN_ISA_AVX512
+enum { SCORE_H = 4, SCORE_E = 4 };
+#else
+enum { SCORE_H = 2, SCORE_E = 2 };
+#endif
+
+/* s[e] += sum over nh heads, ascending, of wt[h] * max(0, q[h] . key e); keys stand in columns. */
+V_INLINE void score_tile(const float *q, int64_t ld_q, const float *kt, int32_t w, const float *wt,
+                         float *s, const int nh)
+{
+    v16 acc[SCORE_H][SCORE_E];
+#pragma GCC unroll 8
+    for (int h = 0; h < nh; h++)
+#pragma GCC unroll 8
+        for (int e = 0; e < SCORE_E; e++) acc[h][e] = v_zero();
+    for (int32_t k = 0; k < w; k++) {
+        v16 key[SCORE_E];
+#pragma GCC unroll 8
+        for (int e = 0; e < SCORE_E; e++) key[e] = v_load(kt + k * ENTRIES + 16 * e);
+#pragma GCC unroll 8
+        for (int h = 0; h < nh; h++) {
+            v16 x = v_set1(q[h * ld_q + k]);
+#pragma GCC unroll 8
+            for (int e = 0; e < SCORE_E; e++) acc[h][e] = v_fma(x, key[e], acc[h][e]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int e = 0; e < SCORE_E; e++) {
+        v16 sum = v_load(s + 16 * e);
+#pragma GCC unroll 8
+        for (int h = 0; h < nh; h++) sum = v_fma(v_set1(wt[h]), v_max(v_zero(), acc[h][e]), sum);
+        v_store(s + 16 * e, sum);
+    }
+}
+
 static void score_part(void *arg, int64_t part, int thread)
 {
     const struct job *j = arg;
@@ -52,38 +89,39 @@ static void score_part(void *arg, int64_t part, int thread)
     const struct block *b = j->blocks;
     while (b + 1 < j->blocks + j->n_blocks && b[1].parts <= part) b++;
     int64_t e0 = (part - b->parts) * ENTRIES, n = b->n - e0 < ENTRIES ? b->n - e0 : ENTRIES;
-    float *keys = (float *)(j->scratch + j->stride * (size_t)thread);
-    float *q = keys + ENTRIES * j->wp, *dots = q + p->H * j->wp;
-    const float **rows = (const float **)(dots + (int64_t)p->H * ENTRIES);
+    float *keys = (float *)(j->scratch + j->stride * (size_t)thread), *kt = keys + ENTRIES * j->wp;
+    float *q = kt + ENTRIES * j->wp, *wt = q + p->H * j->wp, sum[ENTRIES];
     for (int64_t i = 0; i < n; i++) {
         int64_t row;
         const uint8_t *at =
             kern_entry_part(p->pages, p->layout, p->layer, true, b->q, e0 + i, &row);
-        kern_ik_load(p->layout->spec.ik_fmt, at, y->per_page, row, keys + i * j->wp, j->w);
-        for (int64_t c = j->w; c < j->wp; c++) keys[i * j->wp + c] = 0.0f;
+        kern_ik_row(p->layout->spec.ik_fmt, at, y->per_page, row, keys + i * j->wp, j->w);
     }
+    memset(keys + n * j->wp, 0, (size_t)((ENTRIES - n) * j->wp) * 4);
+    for (int64_t e = 0; e < ENTRIES; e += 16)
+        for (int64_t k = 0; k < j->wp; k += 16)
+            v_transpose(keys + e * j->wp + k, j->wp, kt + k * ENTRIES + e, ENTRIES);
     for (int32_t r = 0; r < b->n_rows; r++) {
         int64_t t = b->row0 + r, seen = visible(p, b->q, (int32_t)t) - e0;
         float *out = j->scores + b->scores + r * b->n + e0;
         if (seen > n) seen = n;
         for (int64_t i = seen < 0 ? 0 : seen; i < n; i++) out[i] = -INFINITY;
         if (seen <= 0) continue;
+        kern_row_load(kern_at(p->wt, t * p->H, p->act), p->act, p->H, wt);
         for (int32_t h = 0; h < p->H; h++) {
-            rows[h] = q + h * j->wp;
+            wt[h] *= p->factor;
             kern_row_load(kern_at(p->q, (t * p->H + h) * j->w, p->act), p->act, j->w,
                           q + h * j->wp);
         }
-        kern_tile(rows, p->H, keys, seen, j->wp, j->wp, dots, ENTRIES);
-        for (int64_t i = 0; i < seen; i += 16) {
-            v16 s = v_zero();
-            for (int32_t h = 0; h < p->H; h++) {
-                float wt;
-                kern_row_load1(kern_at(p->wt, t * p->H + h, p->act), p->act, &wt);
-                v16 d = v_load(dots + (int64_t)h * ENTRIES + i);
-                s = v_fma(v_set1(wt * p->factor), v_max(v_zero(), d), s);
-            }
-            v_storen(out + i, s, seen - i < 16 ? (int)(seen - i) : 16);
+        memset(sum, 0, sizeof sum);
+        for (int64_t e = 0; e < seen; e += 16 * SCORE_E) {
+            int32_t h = 0;
+            for (; h + SCORE_H <= p->H; h += SCORE_H)
+                score_tile(q + h * j->wp, j->wp, kt + e, j->w, wt + h, sum + e, SCORE_H);
+            for (; h < p->H; h++)
+                score_tile(q + h * j->wp, j->wp, kt + e, j->w, wt + h, sum + e, 1);
         }
+        memcpy(out, sum, (size_t)seen * 4);
     }
 }
 
@@ -169,10 +207,8 @@ int KERN_ISA(kern_index_select)(struct kern_stream *s, const struct kern_index_s
     if (p->T == 0 || p->n_seqs == 0) return 0;
     j.wp = kern_pad16(j.w);
     j.blocks = kern_scratch(s, KERN_SLOT_OP2, MAX_BLOCKS * sizeof *j.blocks);
-    j.scratch = kern_scratch_each(s, KERN_SLOT_OP,
-                                  (size_t)((ENTRIES + p->H) * j.wp + p->H * ENTRIES) * 4 +
-                                      (size_t)p->H * sizeof(float *),
-                                  &j.stride);
+    j.scratch = kern_scratch_each(
+        s, KERN_SLOT_OP, (size_t)((2 * ENTRIES + p->H) * j.wp + kern_pad16(p->H)) * 4, &j.stride);
     if (!j.blocks || !j.scratch) return TOW_ENOMEM;
     int32_t seq = 0, row = 0; /* next row to place: row of sequence seq */
     while (seq < p->n_seqs) {

@@ -247,7 +247,38 @@ V_INLINE v16 v_load_ue8m0(const uint8_t *p) /* sixteen codes -> powers of two */
                               _mm512_set1_epi32(0x7fc00000));
     return _mm512_castsi512_ps(u);
 }
-#define V_PREFETCH(p) _mm_prefetch((const char *)(p), _MM_HINT_T1)
+/* Rows to columns of a 16 x 16 block: out[i * ld + j] = in[j * ld_in + i]. */
+V_INLINE void v_transpose(const float *in, int64_t ld_in, float *out, int64_t ld)
+{
+    __m512 a[16], b[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_ps(in + i * ld_in);
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) { /* pairs of rows */
+        b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+        b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) { /* fours: within each quarter, one column */
+        a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+        a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xee);
+        a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+        a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) { /* quarters to their places */
+        __m512 p = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
+        __m512 q = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+        __m512 r = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
+        __m512 s = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+        _mm512_storeu_ps(out + i * ld, _mm512_shuffle_f32x4(p, q, 0x88));
+        _mm512_storeu_ps(out + (i + 8) * ld, _mm512_shuffle_f32x4(p, q, 0xdd));
+        _mm512_storeu_ps(out + (i + 4) * ld, _mm512_shuffle_f32x4(r, s, 0x88));
+        _mm512_storeu_ps(out + (i + 12) * ld, _mm512_shuffle_f32x4(r, s, 0xdd));
+    }
+}
+#define KERN_HAVE_TRANSPOSE 1
+#define V_PREFETCH(p)       _mm_prefetch((const char *)(p), _MM_HINT_T1)
 
 #elif KERN_ISA_AVX2
 #include <immintrin.h>
@@ -662,6 +693,14 @@ V_INLINE v16 v_load_ue8m0(const uint8_t *p)
 #endif
 
 /* --- built on the above, the same text for all */
+
+#ifndef KERN_HAVE_TRANSPOSE
+V_INLINE void v_transpose(const float *in, int64_t ld_in, float *out, int64_t ld)
+{
+    for (int j = 0; j < 16; j++)
+        for (int i = 0; i < 16; i++) out[i * ld + j] = in[j * ld_in + i];
+}
+#endif
 
 V_INLINE v16 v_neg(v16 a)
 {

@@ -58,7 +58,7 @@ static void panel_part(void *arg, int64_t part, int thread)
         int64_t na = j->n_rows - t < C_ROWS ? j->n_rows - t : C_ROWS;
         for (int64_t i = 0; i < na; i++) a[i] = j->rows + ((t + i) * p->groups + g) * j->ld;
         if (j->gemv)
-            kern_gemv(&p->w, g * p->N + n0, nb, a, na, c, PANEL_MAX);
+            KERN_ISA(kern_gemv)(&p->w, g * p->N + n0, nb, a, na, c, PANEL_MAX);
         else
             kern_panel_times(&p->w, p->round_w, a, na, w, nb, j->ld, j->kp, c, PANEL_MAX);
         for (int64_t i = 0; i < na; i++)

@@ -19,7 +19,7 @@ kern_panel_times(const struct kern_weight *w, bool round_bf16, const float *cons
                  const float *panel, int64_t nb, int64_t ld, int64_t kp, float *c, int64_t ld_c)
 {
     float post = kern_weight_post(w, round_bf16);
-    kern_tile(a, na, panel, nb, ld, kp, c, ld_c);
+    KERN_ISA(kern_tile)(a, na, panel, nb, ld, kp, c, ld_c);
     if (post == 1.0f) return;
     for (int64_t i = 0; i < na; i++)
         for (int64_t r = 0; r < nb; r++) c[i * ld_c + r] *= post;

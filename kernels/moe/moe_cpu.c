@@ -132,12 +132,12 @@ static void up_part(void *arg, int64_t part, int thread)
         int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
         input_rows(j, pairs, na, small, m1, q, a);
         if (small)
-            kern_gemv(m1, n0, nb, a, na, cg, PANEL_MAX);
+            KERN_ISA(kern_gemv)(m1, n0, nb, a, na, cg, PANEL_MAX);
         else
             kern_panel_times(m1, false, a, na, w1, nb, j->dl, j->dp, cg, PANEL_MAX);
         if (p->aq == KERN_AQ_NVFP4) input_rows(j, pairs, na, small, m3, q, a);
         if (small)
-            kern_gemv(m3, n0, nb, a, na, cu, PANEL_MAX);
+            KERN_ISA(kern_gemv)(m3, n0, nb, a, na, cu, PANEL_MAX);
         else
             kern_panel_times(m3, false, a, na, w3, nb, j->dl, j->dp, cu, PANEL_MAX);
         for (int64_t i = 0; i < na; i++) {
@@ -188,7 +188,7 @@ static void down_part(void *arg, int64_t part, int thread)
             int64_t na = g->n - r < C_ROWS ? g->n - r : C_ROWS;
             for (int64_t i = 0; i < na; i++) a[i] = j->y + (g->first + r + i) * j->il;
             if (small)
-                kern_gemv(w2, n0, nb, a, na, c, PANEL_MAX);
+                KERN_ISA(kern_gemv)(w2, n0, nb, a, na, c, PANEL_MAX);
             else
                 kern_panel_times(w2, false, a, na, w, nb, j->il, j->ip, c, PANEL_MAX);
             for (int64_t i = 0; i < na; i++) {
