@@ -1,14 +1,11 @@
 /* ctl/eval_main.c - the flags of `towpath-ctl eval`. */
 #include "deploy/ctl/eval.h"
 
-#include "common/base/buf.h"
 #include "common/base/err.h"
-#include "common/base/opt.h"
+#include "deploy/ctl/flags.h"
 
 #include <stdio.h>
 #include <string.h>
-
-extern char **environ;
 
 static int parse_dump(const char *list, unsigned *out, struct tow_err *err)
 {
@@ -145,17 +142,14 @@ int ctl_eval_main(int argc, char **argv)
         .n = sizeof table / sizeof *table};
     struct tow_opts *opts = NULL;
     struct tow_err err = {0};
-    enum tow_opts_do what;
-    int rc = tow_opts_new(&opts, &spec, argc, (const char *const *)argv, NULL, &what, &err);
-    if (rc == 0 && what == TOW_OPTS_HELP) {
-        struct tow_buf help;
-        tow_buf_init(&help, 0);
-        tow_opts_help(&spec, &help);
-        fputs(help.data ? help.data : "", stdout);
-        tow_buf_fini(&help);
+    int rc = ctl_flags_read(&opts, &spec, argc, argv, &err);
+    const bool run = rc == CTL_FLAGS_RUN;
+    if (rc <= 0) {
+        if (rc < 0) fprintf(stderr, "towpath-ctl eval: %s\n", err.msg);
         tow_opts_free(opts);
-        return 0;
+        return rc < 0 ? 1 : 0;
     }
+    rc = 0;
     if (rc == 0 && dump) rc = parse_dump(dump, &e.dump, &err);
     e.model.exact = numerics == 0;
     e.model.device = device;
@@ -177,7 +171,7 @@ int ctl_eval_main(int argc, char **argv)
     }
     e.model.kv_fmt = (enum kern_kv_fmt)kv;
     e.model.ik_fmt = (enum kern_ik_fmt)ik;
-    if (rc == 0 && what == TOW_OPTS_RUN) {
+    if (rc == 0 && run) {
         rc = model_weights_guard(&err);
         if (rc == 0) rc = ctl_eval_run(&e, &err);
     }

@@ -1,5 +1,8 @@
 /* ctl/main.c - towpath-ctl: picks the subcommand. */
+#include "deploy/ctl/chat.h"
+#include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
+#include "deploy/ctl/status.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -10,6 +13,9 @@ static const struct {
 } commands[] = {
     {"eval", "run the engine in this process on token ids; dump logits, hidden states, scores",
      ctl_eval_main},
+    {"status", "show whether the router serves, and its workers", ctl_status_main},
+    {"drain", "give a worker no new work and wait until it has gone", ctl_drain_main},
+    {"chat", "ask the served model; the answer as it comes", ctl_chat_main},
 };
 
 int main(int argc, char **argv)

@@ -1,0 +1,25 @@
+/* ctl/flags.h - how every subcommand reads its settings.
+ *
+ * Why      base/opt.h refuses a TOWPATH_ variable that is not in a program's table. This program has a table for each
+ *          subcommand; a variable that belongs to another one of them (TOWPATH_MODEL while chatting) is not wrong.
+ */
+#ifndef CTL_FLAGS_H
+#define CTL_FLAGS_H
+
+#include "common/base/opt.h"
+
+struct tow_err;
+
+/* What to do after a good read. */
+enum {
+    CTL_FLAGS_DONE = 0, /* --help was printed */
+    CTL_FLAGS_RUN,
+    CTL_FLAGS_CHECK, /* --check-config: make the checks that need no server and no model, then exit 0 */
+};
+
+/* Fills the table's values from flags, environment and --config. CTL_FLAGS_* or TOW_E*. The caller frees *out with
+ * tow_opts_free() after every outcome. */
+int ctl_flags_read(struct tow_opts **out, const struct tow_opts_spec *spec, int argc, char **argv,
+                   struct tow_err *err);
+
+#endif

@@ -1,0 +1,17 @@
+/* ctl/status.h - `towpath-ctl status`: is the router serving, and with which workers. */
+#ifndef CTL_STATUS_H
+#define CTL_STATUS_H
+
+#include <stdbool.h>
+
+struct json;
+struct tow_buf;
+
+/* Exit status: 0 serving, 2 alive but not serving, 1 for everything else. */
+int ctl_status_main(int argc, char **argv);
+
+/* The workers' list as a table: name, role, state and load; with all, whatever else the router tells of them,
+ * objects inside one taken apart as "capacity.pages". */
+void ctl_status_table(const struct json *workers, bool all, struct tow_buf *out);
+
+#endif
