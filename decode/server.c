@@ -5,7 +5,6 @@
 #include "common/base/err.h"
 #include "common/base/log.h"
 #include "common/base/metrics.h"
-#include "common/worker/note.h"
 #include "decode/sched.h"
 
 #include <stdlib.h>
@@ -234,7 +233,7 @@ static void on_move(void *self, const struct kv_mover_event *m)
 {
     struct server *d = self;
     struct dec_event ev = {.ticket = {m->ticket.id, m->ticket.nonce}};
-    struct work_note note;
+    struct wire_first note;
     switch (m->kind) {
     case KV_MOVER_PEER_UP:
         tow_info("%s: prefill %s up, %s", d->w->name, m->peer, m->transport);
@@ -250,10 +249,10 @@ static void on_move(void *self, const struct kv_mover_event *m)
         ev.kind = DEC_ON_LOADED;
         ev.code = m->code;
         if (m->code == 0) {
-            ev.code = work_note_unpack(&note, m->note, m->note_bytes);
+            ev.code = wire_get_first(&note, m->note, m->note_bytes);
             if (ev.code == 0) {
                 ev.position = note.position;
-                ev.first = (struct dec_token){.id = note.first,
+                ev.first = (struct dec_token){.id = note.token,
                                               .has_logprobs = note.has_logprobs,
                                               .n_top = note.n_top,
                                               .logprobs = note.logprobs};

@@ -5,7 +5,6 @@
 #include "common/base/err.h"
 #include "common/base/log.h"
 #include "common/base/metrics.h"
-#include "common/worker/note.h"
 #include "prefill/sched.h"
 
 #include <stdlib.h>
@@ -167,17 +166,19 @@ static void offer(struct server *p, const struct pre_action *a)
     }
     if (rc == 0 && n > 0) rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), parts, n, NULL, 0);
     if (rc == 0 && a->tail) {
-        uint8_t note_bytes[WORK_NOTE_MAX];
-        struct work_note note = {.position = j->n_tokens,
-                                 .first = j->first,
-                                 .has_logprobs = j->has_logprobs,
-                                 .n_top = j->n_top,
-                                 .logprobs = {j->logprobs, j->logprob_bytes}};
+        uint8_t bytes[KV_MOVER_NOTE_MAX];
+        struct wire_writer note = {.data = bytes, .cap = sizeof bytes};
+        const struct wire_first first = {.position = j->n_tokens,
+                                         .token = j->first,
+                                         .has_logprobs = j->has_logprobs,
+                                         .n_top = j->n_top,
+                                         .logprobs = {j->logprobs, j->logprob_bytes}};
         struct kv_offer tail = {.index = KV_PART_TAIL,
                                 .offset =
                                     (uint64_t)j->table.tail * (uint64_t)p->w->layout->tail_bytes};
-        rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), &tail, 1, note_bytes,
-                            work_note_pack(&note, note_bytes));
+        wire_put_first(&note, &first);
+        tow_assert(!note.failed);
+        rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), &tail, 1, bytes, (uint32_t)note.len);
     }
     /* Told as the end of the move: cancelling brings PRE_ON_ENDED with this code. */
     if (rc < 0) kv_mover_cancel(p->w->mover, ticket_of(j->ticket), rc);
@@ -369,7 +370,7 @@ static void load(void *self, struct wire_heartbeat *hb)
     pre_sched_stats(p->sched, &s);
     hb->queued_requests = s.queued;
     hb->queued_tokens = s.queued_tokens;
-    hb->running = s.active + s.shipping;
+    hb->running = s.active; /* shipping waits for the other side, not for this engine */
     hb->tickets = s.queued + s.active + s.shipping + s.closing;
     hb->pages_free = s.pages_free;
     hb->progress = s.progress;

@@ -2,6 +2,7 @@
 # Runs the built tests of the kinds named and closes with 'N passed, N failed', and
 # ', N skipped' if any were.
 # usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault cluster)
+# TOW_SKIP: names (kind/name) left out here, with a line that says so.
 # A test that exits 77 is skipped: something it needs is not there, and its last line says what.
 B=$1; shift
 if [ -z "$TOW_PYTHON" ]; then
@@ -31,7 +32,11 @@ for kind; do
         done
     else
         for t in "$B/test/$kind"/*_test; do
-            [ -e "$t" ] && one "$kind/$(basename "$t")" timeout 900 "$t"
+            [ -e "$t" ] || continue
+            case " $TOW_SKIP " in
+            *" $kind/$(basename "$t") "*) skipped=$((skipped + 1)); echo "skip $kind/$(basename "$t"): too slow in this build" ;;
+            *) one "$kind/$(basename "$t")" timeout 900 "$t" ;;
+            esac
         done
     fi
 done
