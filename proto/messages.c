@@ -291,6 +291,17 @@ const char *wire_type_name(unsigned type)
     }
 }
 
+const char *wire_step_name(unsigned type, bool sent)
+{
+    switch (type) {
+#define M(name, NAME, number, since, cap, dir, note)                                               \
+    case number: return sent ? "send." #NAME : "take." #NAME;
+        WIRE_MESSAGES(M)
+#undef M
+    default: return sent ? "send.?" : "take.?";
+    }
+}
+
 /* --- items inside spans
  * --------------------------------------------------------------------------- */
 

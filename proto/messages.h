@@ -373,6 +373,8 @@ WIRE_MESSAGES(M)
 #undef M
 
 const char *wire_type_name(unsigned type); /* "HELLO"; "?" when unknown; static */
+/* The protocol step's name for tow_fault(): "send.HELLO", or "take.HELLO" for what came in; static. */
+const char *wire_step_name(unsigned type, bool sent);
 
 /* --- items inside spans
  * ---------------------------------------------------------------------------- */

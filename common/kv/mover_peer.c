@@ -107,6 +107,7 @@ void conn_send(struct conn *c, const struct wire_msg *msg)
 {
     uint8_t frame[FRAME_MAX];
     if (!c->ep || c->state == CONN_CLOSING) return;
+    if (tow_fault(wire_step_name(msg->type, true))) return; /* lost on the way */
     memcpy(frame, &c->label, MOVER_LABEL_BYTES);
     int64_t n = wire_pack(msg, frame + MOVER_LABEL_BYTES, sizeof frame - MOVER_LABEL_BYTES);
     if (n < 0) {
@@ -744,6 +745,7 @@ void mover_on_message(void *arg, const void *frame, uint32_t bytes)
         return;
     }
     memcpy(&label, frame, sizeof label);
+    if (tow_fault(wire_step_name(msg.type, false))) return; /* as if it had not come */
     struct conn *c = conn_by_label(m, label);
     if (c)
         on_conn_message(c, &msg);
