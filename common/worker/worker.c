@@ -360,6 +360,10 @@ static void collect_facts(struct work *w)
 
 static void send_frame(struct work *w, struct net_ctl *c, const struct wire_msg *m)
 {
+    if (tow_fault(wire_step_name(m->type, true))) {
+        net_ctl_close(c, TOW_EPEER, "injected fault");
+        return;
+    }
     int64_t n = wire_pack(m, w->own->frame, WIRE_MAX_BODY + WIRE_HEADER_BYTES);
     if (n < 0) {
         tow_error("%s: cannot pack %s: %s", w->name, wire_type_name(m->type), tow_err_name((int)n));
@@ -382,6 +386,10 @@ static void on_open(void *arg, struct net_ctl *c)
     struct router *r = arg;
     struct work *w = r->w;
     struct work_own *o = w->own;
+    if (o->drained || !o->self) { /* it has said BYE, or not begun */
+        net_ctl_finish(c);
+        return;
+    }
     uint8_t facts[WIRE_MAX_FACTS];
     struct wire_writer fw = {.data = facts, .cap = sizeof facts};
     for (uint32_t i = 0; i < o->n_facts; i++) wire_put_fact(&fw, &o->facts[i]);
@@ -445,6 +453,10 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
     struct wire_msg m;
     struct tow_err err = {0};
     tow_counter_add(w->own->c_received, 1);
+    if (tow_fault(wire_step_name(type, false))) {
+        net_ctl_close(c, TOW_EPEER, "injected fault");
+        return;
+    }
     int rc = wire_check_header(&h, &err);
     if (rc == TOW_ENOENT) {
         struct wire_msg u = {.type = WIRE_UNKNOWN_MSG, .unknown = {.type = type}};
@@ -506,7 +518,7 @@ static void on_close(void *arg, struct net_ctl *c, int code, const char *why)
     if (owner) {
         if (!w->own->drained)
             tow_warn("%s: router %s lost: %s (%s)", w->name, r->url, why, tow_err_name(code));
-        w->role->on_router_lost(w->own->self, owner);
+        if (w->own->self) w->role->on_router_lost(w->own->self, owner);
     }
 }
 
@@ -785,7 +797,10 @@ static void stop_all(struct work *w)
     net_status_close(o->status);
     kv_mover_close(w->mover);
     work_engine_close(w->engine);
-    if (o->self) w->role->stop(o->self);
+    /* Closed connections report in the loop's last turns: they find no role then. */
+    void *self = o->self;
+    o->self = NULL;
+    if (self) w->role->stop(self);
     net_timer_close(o->tick);
     net_timer_close(o->leave);
     net_timer_close(o->watchdog);
