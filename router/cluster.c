@@ -138,6 +138,7 @@ static void perform(struct rtr_cluster *c, struct rtr_actions *list)
         case RTR_DO_FINISH: tell_finish(a); break;
         case RTR_DO_FAIL: tell_fail(a); break;
         case RTR_DO_DRAINED: c->drained = true; break;
+        case RTR_DO_LOG: tow_warn("%s", a->refusal.err.msg); break;
         }
     }
     if (--c->depth == 0) rtr_route_reap(c->route);

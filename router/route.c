@@ -615,6 +615,9 @@ static void prove(struct rtr_route *r, uint32_t p, uint32_t d, uint64_t now_ms,
     if (!rtr_registry_fit(&r->workers, p, d, &diff)) {
         r->workers.proof[p][d] = RTR_REFUTED;
         r->workers.retry_ms[p][d] = UINT64_MAX; /* facts do not change in a life */
+        tow_fail(&act(out, RTR_DO_LOG)->refusal.err, TOW_EMISMATCH,
+                 "%s and %s are no pair: %s: '%s' and '%s'", wp->name, wd->name, diff.field,
+                 diff.ours, diff.theirs);
         return;
     }
     r->workers.proof[p][d] = RTR_PROVING;

@@ -72,12 +72,13 @@ struct rtr_event {
 };
 
 enum rtr_action_kind {
-    RTR_DO_SEND,   /* msg on conn */
-    RTR_DO_CLOSE,  /* conn, after what was sent; why is a literal */
-    RTR_DO_TOKENS, /* to the client: msg->tokens of choice; first counts over all attempts */
-    RTR_DO_FINISH, /* choice ended; reason */
-    RTR_DO_FAIL,   /* the whole request ended */
-    RTR_DO_DRAINED /* once: nothing is left */
+    RTR_DO_SEND,    /* msg on conn */
+    RTR_DO_CLOSE,   /* conn, after what was sent; why is a literal */
+    RTR_DO_TOKENS,  /* to the client: msg->tokens of choice; first counts over all attempts */
+    RTR_DO_FINISH,  /* choice ended; reason */
+    RTR_DO_FAIL,    /* the whole request ended */
+    RTR_DO_DRAINED, /* once: nothing is left */
+    RTR_DO_LOG      /* refusal.err, for the operator */
 };
 
 struct rtr_action {

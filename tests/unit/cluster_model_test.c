@@ -939,6 +939,7 @@ static void do_router(struct rtr_actions *acts)
             g_codes[-a->refusal.err.code]++;
             break;
         case RTR_DO_DRAINED: break;
+        case RTR_DO_LOG: break;
         }
     }
 }
