@@ -165,9 +165,10 @@ static bool is_token(const char *s, size_t n)
     return n > 0;
 }
 
-/* Every field line is name ":" value; a folded line or a body is refused. */
-static bool fields_ok(const char *p, const char *end)
+/* Every field line is name ":" value; a folded line or a body is refused, and so is a second Host. */
+static bool fields_ok(const char *p, const char *end, bool needs_host)
 {
+    int hosts = 0;
     while (p < end) {
         const char *eol = memmem(p, (size_t)(end - p), "\r\n", 2);
         if (!eol) return false;
@@ -176,6 +177,7 @@ static bool fields_ok(const char *p, const char *end)
         for (const char *v = colon + 1; v < eol; v++)
             if (((unsigned char)*v < 0x20 && *v != '\t') || *v == 0x7f) return false;
         size_t n = (size_t)(colon - p);
+        if (n == 4 && strncasecmp(p, "Host", n) == 0) hosts++;
         if (n == 17 && strncasecmp(p, "Transfer-Encoding", n) == 0) return false;
         if (n == 14 && strncasecmp(p, "Content-Length", n) == 0) {
             const char *v = colon + 1;
@@ -184,7 +186,7 @@ static bool fields_ok(const char *p, const char *end)
         }
         p = eol + 2;
     }
-    return true;
+    return hosts == 1 || (hosts == 0 && !needs_host);
 }
 
 /* head[0, n) ends with the blank line. */
@@ -195,7 +197,7 @@ static void on_request(struct connection *c, size_t n)
     const char *sp2 = sp ? memchr(sp + 1, ' ', (size_t)(eol - sp - 1)) : NULL;
     if (!sp2 || !is_token(head, (size_t)(sp - head)) || sp[1] != '/' || eol - sp2 != 9 ||
         (memcmp(sp2 + 1, "HTTP/1.1", 8) != 0 && memcmp(sp2 + 1, "HTTP/1.0", 8) != 0) ||
-        !fields_ok(eol + 2, head + n - 2)) {
+        !fields_ok(eol + 2, head + n - 2, sp2[8] == '1')) {
         answer_text(c, 400, "malformed request");
         return;
     }
