@@ -1,0 +1,213 @@
+#!/usr/bin/env python3
+"""What two processes compute together is what one computes alone, at every border of pages, windows and chunks; pairs that do not
+fit are refused with one line. usage: test_handoff.py BUILD_DIR"""
+import os
+import re
+import socket
+
+import harness
+from harness import Cluster, Job, MODEL, free_port, greedy_reference, token_ids, wait_for
+
+N = 24
+LENGTHS = [1, 3, 4, 63, 64, 65, 127, 128, 129, 255, 256, 257, 399, 400, 401, 2047, 2048]
+
+
+def ask(cluster, ids, **more):
+    status, answer = cluster.post("/v1/completions", **dict(dict(prompt=ids, temperature=0, max_tokens=N, ignore_eos=True,
+                                                                logprobs=0), **more))
+    assert status == 200, answer
+    choice = answer["choices"][0]
+    assert answer["usage"]["completion_tokens"] == N and choice["finish_reason"] == "length", answer
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def text_of(cluster, ids):
+    status, answer = cluster.post("/detokenize", tokens=ids)
+    assert status == 200, answer
+    return answer["prompt"]
+
+
+def check(cluster, ids, want):
+    """want: the ids and log-probabilities of one process."""
+    text, logprobs = ask(cluster, ids)
+    assert text == text_of(cluster, [i for i, _ in want]), (len(ids), text, [i for i, _ in want])
+    worst = max(abs(a - b) for a, (_, b) in zip(logprobs, want))
+    assert worst < 2e-4, (len(ids), worst)
+    return text, logprobs
+
+
+def test_equal_to_one_process(build):
+    """KV-17, KV-18: several chunk sizes, one of them not a divisor of the page; every answer equal to the last bit."""
+    prompts = {n: token_ids(n, n) for n in LENGTHS}
+    want = {n: greedy_reference(build, prompts[n], N) for n in LENGTHS}
+    exact = {}
+    for chunk in (64, 200, 512):
+        with Cluster(build, prefill_args=["--chunk-tokens", str(chunk)]) as c:
+            for n in LENGTHS:
+                got = check(c, prompts[n], want[n])
+                assert exact.setdefault(n, got) == got, "chunks of %d change the answer to %d tokens" % (chunk, n)
+            # two at once, of different lengths
+            for a, b in ((2048, 257), (401, 400), (129, 2047)):
+                jobs = [Job(ask, c, prompts[n]) for n in (a, b)]
+                assert [j.result() for j in jobs] == [exact[a], exact[b]], (a, b)
+            c.wait_idle()
+            assert c.prefills[0].metric("move_bad_digests") == 0 and c.decodes[0].metric("move_bad_digests") == 0
+
+
+def test_used_pools(build):
+    """KV-17: pages in another order than on a fresh server, and prompts in company; the answers stay the same."""
+    prompts = [token_ids(n, 7 * n) for n in (700, 1300, 257, 4, 520, 900)]
+    with Cluster(build, workers=["--kv-pages", "40"]) as c:
+        alone = [ask(c, p) for p in prompts]
+        for seed in range(3):
+            jobs = [Job(ask, c, token_ids(200 + 137 * i, 1000 + seed * 10 + i)) for i in range(5)]  # shifts the free lists
+            jobs += [Job(ask, c, p) for p in prompts]
+            got = [j.result() for j in jobs][5:]
+            assert got == alone, "round %d" % seed
+            assert [ask(c, p) for p in prompts] == alone
+        c.wait_idle()
+
+
+def one_line(text, *parts):
+    lines = [l for l in text.split("\n") if all(p in l for p in parts)]
+    assert len(lines) == 1, "%d lines with %r in:\n%s" % (len(lines), parts, text)
+    return lines[0]
+
+
+def test_mismatched_workers(build):
+    """KV-07: what cannot be exchanged is refused when it joins; one line names the field and both values."""
+    with Cluster(build) as c:
+        other = os.path.join(c.dir, "other")
+        os.mkdir(other)
+        for f in os.listdir(MODEL):
+            source = os.path.join(MODEL, f)
+            if f == "model.safetensors":  # one weight differs
+                with open(source, "rb") as a, open(os.path.join(other, f), "wb") as b:
+                    data = bytearray(a.read())
+                    data[-5] ^= 1
+                    b.write(data)
+            elif os.path.isfile(source):
+                os.symlink(source, os.path.join(other, f))
+        config = os.path.join(c.dir, "config")
+        os.mkdir(config)
+        for f in os.listdir(MODEL):
+            if f != "config.json" and os.path.isfile(os.path.join(MODEL, f)):
+                os.symlink(os.path.join(MODEL, f), os.path.join(config, f))
+        text = open(os.path.join(MODEL, "config.json")).read()
+        with open(os.path.join(config, "config.json"), "w") as f:
+            f.write(text.replace('"rope_theta": 10000', '"rope_theta": 20000'))
+        cases = [("kv", ["--kv-dtype", "bf16"], ["kv_dtype", "fp8", "bf16"]),
+                 ("ik", ["--index-keys", "fp8"], ["index_keys", "fp4", "fp8"]),
+                 ("exact", ["--numerics", "exact"], ["refuses", "f32"]),
+                 ("config", ["--model", config], ["model.fingerprint"])]
+        for role in ("prefill", "decode"):
+            for name, flags, parts in cases:
+                w = c.worker(role, "%s-%s" % (name, role), *flags)
+                c.others.append(w)
+                w.start()
+                w.wait_log(r"refuses: .*" + parts[0] if parts[0] != "refuses" else r"refuses: ", 20)
+                line = one_line(w.log(), "refuses", *parts)
+                assert re.search(r"router has '[^']+', worker has '[^']+'", line), line
+                assert c.request("GET", "/ready")[0] == 200 and w.name not in c.admin()
+                assert w.alive()
+                w.terminate()
+                assert w.wait() == 0
+        # numbers that must agree within a pair: it may join, for others like it, but is no pair with those of this cluster
+        w = c.worker("prefill", "topk", "--index-topk", "65")
+        c.others.append(w)
+        w.start()
+        line = c.router.wait_log(r"topk and d1 are no pair: .*").group(0)
+        assert "index_topk" in line and "'65' and '64'" in line, line
+        wait_for("it is seen", lambda: "topk" in c.admin())
+        assert c.admin()["topk"]["pairs"][0]["proof"] == "refuted" and c.admin()["topk"]["state"] == "starting"
+        status, _ = c.chat("Who are you?")
+        assert status == 200
+        c.wait_idle()
+
+
+def test_join_token(build):
+    def secret(folder, name, text, mode=0o600):
+        path = os.path.join(folder, name)
+        with open(path, "w") as f:
+            f.write(text)
+        os.chmod(path, mode)
+        return path
+    with Cluster(build, start=False) as c:
+        right, wrong = secret(c.dir, "right", "sentinel-right-4711\n"), secret(c.dir, "wrong", "sentinel-wrong-4712\n")
+        c.router.argv += ["--join-token-file", right]
+        for w in c.workers:
+            w.argv += ["--join-token-file", right]
+        c.router.start().wait_up()
+        for w in c.workers:
+            w.start()
+        c.wait_ready()
+        assert c.chat("Who are you?")[0] == 200
+        for flags in ([], ["--join-token-file", wrong]):
+            w = c.worker("decode", "stranger", *flags)
+            c.others.append(w)
+            w.start()
+            w.wait_log(r"refuses: join_token")
+            one_line(w.log(), "refuses", "join_token")
+            assert "stranger" not in c.admin()
+            w.kill()
+        # OP-06: no secret in a log or a command line; a file that others may read is refused
+        for p in c.all + c.others:
+            assert "sentinel" not in p.log(), p.name
+        for path in ("/metrics", "/admin/workers"):
+            assert b"sentinel" not in c.request("GET", path)[2]
+        w = c.worker("decode", "careless", "--join-token-file", secret(c.dir, "open", "sentinel-open\n", 0o644))
+        c.others.append(w)
+        w.start()
+        assert w.wait() != 0 and "join-token-file" in w.log() and "sentinel-open" not in w.log()
+
+
+def test_ports(build):
+    """KV-10: a port that is taken ends the program at once, with a line naming port and setting."""
+    with socket.socket() as s, Cluster(build, start=False) as c:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        port = s.getsockname()[1]
+        for flag, value, program in (("--http", "127.0.0.1:%d" % port, "router"),
+                                     ("--control", "tcp://127.0.0.1:%d" % port, "router"),
+                                     ("--status", "127.0.0.1:%d" % port, "prefill"),
+                                     ("--status", "127.0.0.1:%d" % port, "decode")):
+            p = c.router if program == "router" else c.worker(program, "taken-" + program)
+            argv, p.argv = p.argv, p.argv + [flag, value]
+            if p is not c.router:
+                c.others.append(p)
+            p.start()
+            assert p.wait(15) == 1, "%s %s: exit %s" % (program, flag, p.popen.returncode)
+            assert str(port) in p.log() and flag.strip("-") in p.log(), p.log()
+            p.argv = argv
+    # many of each on one host at the same moment: nothing overlaps
+    control = "tcp://127.0.0.1:%d" % free_port()
+    with Cluster(build, prefill=2, decode=2, control=control) as c:
+        assert len({p.port for p in c.all}) == 5
+        assert c.chat("Who are you?")[0] == 200
+
+
+def test_bad_settings(build):
+    """A value that cannot be right stops the program with a line naming the flag and the right range."""
+    with Cluster(build, start=False) as c:
+        for program, flags, parts in (("router", ["--max-queued", "0"], ["max-queued", "1"]),
+                                      ("router", ["--queue-timeout", "nan"], ["queue-timeout"]),
+                                      ("router", ["--http", "127.0.0.1:99999"], ["http"]),
+                                      ("router", ["--control", "udp://x"], ["control", "tcp"]),
+                                      ("prefill", ["--chunk-tokens", "0"], ["chunk-tokens", "1"]),
+                                      ("prefill", ["--kv-dtype", "fp7"], ["kv-dtype", "fp8"]),
+                                      ("decode", ["--max-batch", "-1"], ["max-batch"]),
+                                      ("decode", ["--context-length", "100000000"], ["context-length"]),
+                                      ("decode", ["--model", "/nowhere"], ["/nowhere"]),
+                                      ("decode", ["--no-such-flag"], ["no-such-flag"]),
+                                      ("decode", ["--name", "a b"], ["name"])):
+            p = harness.Process(c, program, "bad", ["--model", MODEL] + flags)
+            c.others = [p]
+            p.start()
+            assert p.wait(15) != 0 and all(x in p.log() for x in parts), (flags, p.log())
+            assert len(p.log().strip().split("\n")) <= 3, p.log()
+
+
+if __name__ == "__main__":
+    harness.main([test_equal_to_one_process, test_used_pools, test_mismatched_workers, test_join_token, test_ports,
+                  test_bad_settings], __doc__)
