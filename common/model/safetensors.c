@@ -643,8 +643,11 @@ static void put_header(struct tow_buf *b, const struct model_safetensors_writer 
 int model_safetensors_writer_write(const struct model_safetensors_writer *w, const char *path,
                                    struct tow_err *err)
 {
+    /* A file appears whole or not at all; a device or a pipe (/dev/null) is written to and stays what it is. */
+    struct stat there;
+    bool in_place = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
     char tmp[4200];
-    if (snprintf(tmp, sizeof tmp, "%s.tmp", path) >= (int)sizeof tmp)
+    if (snprintf(tmp, sizeof tmp, in_place ? "%s" : "%s.tmp", path) >= (int)sizeof tmp)
         return tow_fail(err, TOW_EIO, "%.80s...: path too long", path);
     const struct out_tensor **order = malloc((w->n + 1) * sizeof *order);
     struct tow_buf head;
@@ -684,13 +687,13 @@ int model_safetensors_writer_write(const struct model_safetensors_writer *w, con
         ok = false;
         saved = errno;
     }
-    if (ok && rename(tmp, path) < 0) {
+    if (ok && !in_place && rename(tmp, path) < 0) {
         ok = false;
         saved = errno;
     }
     if (!ok) {
         rc = tow_fail(err, TOW_EIO, "%s: %s", path, strerror(saved));
-        unlink(tmp);
+        if (!in_place) unlink(tmp);
     }
 free_order:
     tow_buf_fini(&head);

@@ -307,6 +307,33 @@ static void test_safetensors__what_is_written_reads_back(void **state)
 }
 
 /* Linear time: 80,000 tensors are no matter. A quadratic check would take minutes and meet the runner's limit. */
+/* The output of a run for its messages alone: renaming would put a file in the place of the device. */
+static void test_safetensors__a_device_is_written_to_and_not_replaced(void **state)
+{
+    (void)state;
+    char dir[] = "/tmp/towpath-writer-XXXXXX", link[64];
+    assert_non_null(mkdtemp(dir));
+    snprintf(link, sizeof link, "%s/out", dir);
+    assert_int_equal(symlink("/dev/null", link), 0);
+    struct model_safetensors_writer *w = NULL;
+    struct tow_err err = {0};
+    const int64_t dims[1] = {1};
+    const int32_t one = 1;
+    assert_int_equal(model_safetensors_writer_new(&w, &err), 0);
+    assert_int_equal(model_safetensors_writer_add(w, "x", MODEL_DT_I32, 1, dims, &one, &err), 0);
+    if (model_safetensors_writer_write(w, link, &err) < 0) fail_msg("%s", err.msg);
+    struct stat st;
+    assert_int_equal(lstat(link, &st), 0);
+    assert_true(S_ISLNK(st.st_mode));
+    assert_int_equal(unlink(link), 0);
+    assert_int_equal(symlink("/dev/full", link), 0);
+    assert_int_equal(model_safetensors_writer_write(w, link, &err), TOW_EIO);
+    assert_int_equal(lstat(link, &st), 0);
+    unlink(link);
+    rmdir(dir);
+    model_safetensors_writer_free(w);
+}
+
 static void test_safetensors__many_tensors_are_found(void **state)
 {
     (void)state;
@@ -343,6 +370,7 @@ int main(void)
         cmocka_unit_test(test_safetensors__a_cut_or_long_file_is_refused_with_both_sizes),
         cmocka_unit_test(test_safetensors__a_file_cut_after_open_ends_the_process_with_its_name),
         cmocka_unit_test(test_safetensors__what_is_written_reads_back),
+        cmocka_unit_test(test_safetensors__a_device_is_written_to_and_not_replaced),
         cmocka_unit_test(test_safetensors__many_tensors_are_found),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
