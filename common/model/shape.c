@@ -2,10 +2,12 @@
 #include "common/model/shape.h"
 
 #include "common/text/config.h"
+#include "kernels/hc/hc.h"
 
 #include <math.h>
 #include <string.h>
 
+_Static_assert((int)TEXT_CONFIG_MAX_HC == (int)KERN_HC_MAX, "one limit on streams");
 _Static_assert((int)MODEL_MAX_LAYERS == (int)TEXT_CONFIG_MAX_LAYERS, "one limit on layers");
 
 void model_shape_from_config(struct model_shape *s, const struct text_config *c)

@@ -21,7 +21,7 @@ enum {
     TEXT_CONFIG_MAX_EOS = 16,
     TEXT_CONFIG_MAX_RATIO = 1024, /* 0 window only; 4 overlapping, with indexer; else dense, 2.. */
     TEXT_CONFIG_MAX_TOPK = 4096,  /* index_topk */
-    TEXT_CONFIG_MAX_HC = 16,
+    TEXT_CONFIG_MAX_HC = 8,
 };
 
 enum text_score { TEXT_SCORE_SQRTSOFTPLUS, TEXT_SCORE_SIGMOID, TEXT_SCORE_SOFTMAX };

@@ -9,11 +9,13 @@
 #include "common/text/tokenizer.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "common/base/err.h"
 #include "common/text/added.h"
@@ -582,8 +584,13 @@ int text_tokenizer_load(struct text_tokenizer **out, const char *path, struct to
 {
     int rc;
     char *data = NULL;
-    FILE *f = fopen(path, "rb");
-    if (!f) return tow_fail(err, TOW_EIO, "%s: %s", path, strerror(errno));
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe has no end */
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "rb");
+    if (!f) {
+        rc = tow_fail(err, TOW_EIO, "%s: %s", path, strerror(errno));
+        if (fd >= 0) close(fd);
+        return rc;
+    }
     struct stat st;
     size_t size = 0;
     if (fstat(fileno(f), &st) != 0) {

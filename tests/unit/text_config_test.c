@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 /* The smallest legal config in each naming; `extra` is put before the closing brace, and its keys may repeat none. */
 static const char HF[] = "\"hidden_size\": 256, \"vocab_size\": 512, \"num_hidden_layers\": 3, "
@@ -267,7 +269,7 @@ static void test_config__illegal_values_are_refused_with_field_value_and_range(v
         {"rope_theta", "\"rope_theta\": 0", {"rope_theta is 0", "above 1"}},
         {"rope_theta", "\"rope_theta\": \"x\"", {"rope_theta is \"x\""}},
         {"num_hidden_layers", "\"num_hidden_layers\": 257", {"num_hidden_layers is 257", "1..256"}},
-        {NULL, "\"hc_mult\": 17", {"hc_mult is 17", "1..16"}},
+        {NULL, "\"hc_mult\": 9", {"hc_mult is 9", "1..8"}},
         {NULL, "\"num_key_value_heads\": 2", {"num_key_value_heads is 2", "right: 1"}},
         {NULL, "\"n_shared_experts\": 2", {"n_shared_experts is 2", "right: 1"}},
         {NULL, "\"attention_bias\": true", {"attention_bias is true", "false"}},
@@ -353,6 +355,15 @@ static void test_config__a_file_that_is_no_config_is_refused(void **state)
                          TOW_EFORMAT);
         assert_non_null(strstr(err.msg, "M/config.json"));
     }
+    /* A pipe that nobody writes to: refused, not waited for. */
+    char dir[] = "/tmp/towpath-config-XXXXXX", path[64];
+    assert_non_null(mkdtemp(dir));
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    assert_int_equal(text_config_load(&c, dir, &err), TOW_EIO);
+    assert_non_null(strstr(err.msg, "not a regular file"));
+    unlink(path);
+    rmdir(dir);
 }
 
 int main(void)

@@ -7,6 +7,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include "common/base/buf.h"
 #include "common/base/err.h"
@@ -649,6 +651,13 @@ static void test_tokenizer__files_it_must_not_take_are_refused_by_name(void **st
     struct tow_err err;
     assert_int_equal(text_tokenizer_load(&t, "tests/no such file", &err), TOW_EIO);
     assert_int_equal(text_tokenizer_load(&t, "tests", &err), TOW_EIO);
+    char dir[] = "/tmp/towpath-tokenizer-XXXXXX", path[64];
+    assert_non_null(mkdtemp(dir));
+    snprintf(path, sizeof path, "%s/tokenizer.json", dir);
+    assert_int_equal(mkfifo(path, 0600), 0); /* nobody writes to it: refused, not waited for */
+    assert_int_equal(text_tokenizer_load(&t, path, &err), TOW_EIO);
+    unlink(path);
+    rmdir(dir);
     assert_int_equal(text_tokenizer_parse(&t, "x", "[]", 2, &err), TOW_EFORMAT);
     assert_int_equal(text_tokenizer_parse(&t, "x", "{", 1, NULL), TOW_EFORMAT);
     assert_int_equal(text_tokenizer_parse(&t, "x", "{}", 2, NULL), TOW_EFORMAT);
