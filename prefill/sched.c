@@ -182,6 +182,14 @@ static void deny(struct pre_sched *p, uint64_t owner, struct wire_ticket t, int 
     m->note = wire_text(note);
 }
 
+/* Embedding such an id would give zeros, and an answer to a question nobody asked. */
+static bool ids_known(const struct pre_sched *p, struct wire_ids ids)
+{
+    for (uint32_t i = 0; p->cfg.n_vocab && i < ids.n; i++)
+        if (wire_ids_at(ids, i) >= p->cfg.n_vocab) return false;
+    return true;
+}
+
 static void on_prefill(struct pre_sched *p, uint64_t owner, const struct wire_prefill *m,
                        uint64_t now_ms, struct pre_actions *out)
 {
@@ -198,6 +206,9 @@ static void on_prefill(struct pre_sched *p, uint64_t owner, const struct wire_pr
         return deny(p, owner, t, TOW_EINVAL, 0, "max_tokens leaves no token to produce", out);
     if (n > p->cfg.max_context)
         return deny(p, owner, t, TOW_EINVAL, 0, "the prompt exceeds the context length", out);
+    if (!ids_known(p, m->tokens))
+        return deny(p, owner, t, TOW_EINVAL, 0,
+                    "a token id is beyond the vocabulary: has the router another model?", out);
     if (n_pages > kv_pool_capacity(p->pool))
         return deny(p, owner, t, TOW_ETOOBIG, 0, "the prompt exceeds the page pool", out);
     if (n > p->cfg.max_pending_tokens)

@@ -424,7 +424,8 @@ static int start(struct work *w, void **self, struct tow_err *err)
                                        .max_context = w->max_context,
                                        .chunk_tokens = w->chunk_tokens,
                                        .max_pending_tokens = w->max_pending_tokens,
-                                       .max_jobs = MAX_JOBS};
+                                       .max_jobs = MAX_JOBS,
+                                       .n_vocab = (uint32_t)model_peek_weights(w->model)->shape.V};
     int rc = pre_sched_new(&p->sched, &c, w->pool, err);
     if (rc < 0) {
         stop(p);

@@ -29,7 +29,8 @@ static void setup(struct world *w, uint32_t pages, uint32_t max_pending)
                                    .max_context = 1000,
                                    .chunk_tokens = CHUNK,
                                    .max_pending_tokens = max_pending,
-                                   .max_jobs = 64};
+                                   .max_jobs = 64,
+                                   .n_vocab = 512};
     assert_int_equal(pre_sched_new(&w->sched, &cfg, w->pool, &err), 0);
     pre_actions_init(&w->acts);
 }
@@ -217,9 +218,34 @@ static void test_pre_sched__every_length_is_offered_whole(void **state)
     }
 }
 
+/* A router with another model: refused by name, not answered from rows of zeros. */
+static void test_pre_sched__token_beyond_the_vocabulary_is_refused(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 50, 1000);
+    for (uint32_t last = 511; last <= 513; last++) {
+        const uint32_t tokens[3] = {0, 1, last == 513 ? UINT32_MAX : last};
+        struct wire_msg m = {.type = WIRE_PREFILL_MSG};
+        m.prefill.ticket = (struct wire_ticket){last, last};
+        m.prefill.n_prompt = 3;
+        m.prefill.max_tokens = 5;
+        m.prefill.tokens = (struct wire_ids){tokens, 3};
+        step(&w, (struct pre_event){.kind = PRE_ON_MESSAGE, .owner = 1, .msg = &m});
+        struct pre_action *deny = find(&w, PRE_DO_SEND, WIRE_DENY_MSG);
+        assert_true(!deny == (last == 511));
+        if (deny) assert_int_equal(deny->msg.deny.code, TOW_EINVAL);
+    }
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK, .code = TOW_ENUMERIC}); /* so that it ends */
+    ended(&w, 511, TOW_ECANCEL);
+    assert_int_equal(kv_pool_free_pages(w.pool), 50);
+    teardown(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_pre_sched__token_beyond_the_vocabulary_is_refused),
         cmocka_unit_test(test_pre_sched__short_prompt_waits_for_one_long_chunk),
         cmocka_unit_test(test_pre_sched__cancel_waits_for_the_chunk_and_the_mover),
         cmocka_unit_test(test_pre_sched__limits_hold_exactly_and_name_themselves),
