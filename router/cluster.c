@@ -15,7 +15,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TICK_MS = 50 };
+enum {
+    TICK_MS = 50,
+    PAUSE_MS = 1000, /* no turn of the loop for so long: we were stopped */
+    HELLO_MS = 5000, /* a connection that has said nothing by then is no worker */
+};
 
 /* One accepted request as the API holds it. */
 struct rtr_ticket {
@@ -26,7 +30,8 @@ struct rtr_ticket {
 };
 
 struct conn {
-    uint64_t id;
+    uint64_t id, opened_ms;
+    bool spoke;
     struct net_ctl *ctl;
     struct rtr_cluster *cluster;
     struct tow_list link;
@@ -40,7 +45,8 @@ struct rtr_cluster {
     struct rtr_actions actions;
     struct tow_list conns;
     uint64_t next_conn;
-    int depth; /* lists being performed */
+    uint64_t seen_ms, lost_ms; /* newest time of the loop; what of it was pauses */
+    int depth;                 /* lists being performed */
     bool drained, closing;
     uint8_t *frame; /* packing space */
     text_id ids[WIRE_MAX_BATCH];
@@ -50,6 +56,19 @@ struct rtr_cluster {
     struct tow_counter *c[10];
     uint64_t seen[10];
 };
+
+/* Time without our own pauses (SIGSTOP, a suspended machine): what came meanwhile lies unread, and nobody may be
+ * called silent or late for that. */
+static uint64_t now_ms(struct rtr_cluster *c)
+{
+    uint64_t now = net_loop_now_ms(c->loop);
+    if (c->seen_ms && now - c->seen_ms > PAUSE_MS) {
+        tow_warn("the router stood still for %llu ms", (unsigned long long)(now - c->seen_ms));
+        c->lost_ms += now - c->seen_ms;
+    }
+    c->seen_ms = now;
+    return now - c->lost_ms;
+}
 
 /* ------------------------------------------------------------------ actions */
 
@@ -146,7 +165,7 @@ static void perform(struct rtr_cluster *c, struct rtr_actions *list)
 
 static void feed(struct rtr_cluster *c, struct rtr_event *ev)
 {
-    ev->now_ms = net_loop_now_ms(c->loop);
+    ev->now_ms = now_ms(c);
     rtr_actions_clear(&c->actions);
     rtr_route_step(c->route, ev, &c->actions);
     perform(c, &c->actions);
@@ -163,6 +182,7 @@ static void on_open(void *arg, struct net_ctl *ctl)
         return;
     }
     k->id = ++c->next_conn;
+    k->opened_ms = now_ms(c);
     k->ctl = ctl;
     k->cluster = c;
     tow_list_append(&c->conns, &k->link);
@@ -178,6 +198,7 @@ static void on_frame(void *arg, struct net_ctl *ctl, uint16_t type, const void *
     struct wire_msg m;
     struct tow_err err = {0};
     if (!k) return;
+    k->spoke = true; /* what it must have said first is the machine's business */
     int rc = wire_check_header(&h, &err);
     if (rc == TOW_ENOENT) {
         struct wire_msg u = {.type = WIRE_UNKNOWN_MSG, .unknown = {.type = type}};
@@ -208,9 +229,21 @@ static void on_close(void *arg, struct net_ctl *ctl, int code, const char *why)
     feed(c, &ev);
 }
 
+/* Silent connections would use up those that the workers need. */
+static void close_mute(struct rtr_cluster *c)
+{
+    uint64_t now = now_ms(c);
+    TOW_LIST_EACH (n, &c->conns) {
+        struct conn *k = TOW_CONTAINER(n, struct conn, link);
+        if (!k->spoke && now - k->opened_ms >= HELLO_MS)
+            net_ctl_close(k->ctl, TOW_ETIME, "no HELLO came");
+    }
+}
+
 static void on_tick(void *arg)
 {
     struct rtr_event ev = {.kind = RTR_ON_TICK};
+    close_mute(arg);
     feed(arg, &ev);
 }
 
@@ -219,7 +252,7 @@ static void on_tick(void *arg)
 static int room(void *self, struct rtr_refusal *refusal)
 {
     struct rtr_cluster *c = self;
-    return rtr_route_room(c->route, net_loop_now_ms(c->loop), refusal);
+    return rtr_route_room(c->route, now_ms(c), refusal);
 }
 
 static int submit(void *self, const struct rtr_request *req, const struct rtr_sink *sink, void *ctx,
@@ -236,7 +269,7 @@ static int submit(void *self, const struct rtr_request *req, const struct rtr_si
     t->ctx = ctx;
     t->remaining = req->n_choices;
     rtr_actions_init(&acts);
-    int rc = rtr_route_submit(c->route, net_loop_now_ms(c->loop), req, t, &t->job, refusal, &acts);
+    int rc = rtr_route_submit(c->route, now_ms(c), req, t, &t->job, refusal, &acts);
     if (rc < 0) {
         free(t);
     } else {
@@ -252,7 +285,7 @@ static void cancel(void *self, struct rtr_ticket *t)
     struct rtr_cluster *c = self;
     struct rtr_actions acts;
     rtr_actions_init(&acts);
-    rtr_route_cancel(c->route, t->job, net_loop_now_ms(c->loop), &acts);
+    rtr_route_cancel(c->route, t->job, now_ms(c), &acts);
     free(t);
     perform(c, &acts);
     rtr_actions_fini(&acts);
@@ -263,7 +296,7 @@ static void cancel_choice(void *self, struct rtr_ticket *t, uint32_t choice)
     struct rtr_cluster *c = self;
     struct rtr_actions acts;
     rtr_actions_init(&acts);
-    rtr_route_cancel_choice(c->route, t->job, choice, net_loop_now_ms(c->loop), &acts);
+    rtr_route_cancel_choice(c->route, t->job, choice, now_ms(c), &acts);
     if (--t->remaining == 0) free(t);
     perform(c, &acts);
     rtr_actions_fini(&acts);
@@ -272,7 +305,7 @@ static void cancel_choice(void *self, struct rtr_ticket *t, uint32_t choice)
 static bool ready(void *self, const char **why)
 {
     struct rtr_cluster *c = self;
-    return rtr_route_ready(c->route, net_loop_now_ms(c->loop), why);
+    return rtr_route_ready(c->route, now_ms(c), why);
 }
 
 static uint32_t context_length(void *self)
@@ -285,7 +318,7 @@ static void workers_json(void *self, struct tow_buf *out)
 {
     struct rtr_cluster *c = self;
     const struct rtr_registry *g = rtr_route_registry(c->route);
-    uint64_t now = net_loop_now_ms(c->loop);
+    uint64_t now = now_ms(c);
     bool first = true;
     tow_buf_putc(out, '[');
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
