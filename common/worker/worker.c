@@ -433,6 +433,12 @@ static void heartbeat(struct work *w, struct router *r, uint64_t now)
     r->next_heartbeat_ms = now + r->heartbeat_ms;
 }
 
+/* Our own limit; 0 s means at once, while 0 ms on the wire and below means none. */
+static uint32_t drain_limit_ms(const struct work *w)
+{
+    return w->set.drain_s ? (uint32_t)w->set.drain_s * 1000 : 1;
+}
+
 static void begin_drain(struct work *w, uint32_t limit_ms)
 {
     if (w->own->draining) return;
@@ -499,7 +505,7 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
     case WIRE_PONG_MSG:
     case WIRE_UNKNOWN_MSG: break;
     case WIRE_DRAIN_MSG:
-        begin_drain(w, m.drain.limit_ms ? m.drain.limit_ms : (uint32_t)(w->set.drain_s * 1000));
+        begin_drain(w, m.drain.limit_ms ? m.drain.limit_ms : drain_limit_ms(w));
         break;
     default:
         if (r->owner) w->role->on_message(w->own->self, r->owner, &m);
@@ -594,7 +600,7 @@ static void on_signal(void *arg, int signum)
 {
     struct work *w = arg;
     if (++w->own->signals == 1) {
-        begin_drain(w, (uint32_t)(w->set.drain_s * 1000));
+        begin_drain(w, drain_limit_ms(w));
     } else {
         tow_warn("%s: second signal %d: leaving now", w->name, signum);
         net_loop_stop(w->loop);

@@ -1,0 +1,74 @@
+#!/usr/bin/env python3
+"""What happens at the edges of a running cluster: a paused router, mute connections, a drain limit of nothing."""
+import resource
+import socket
+import time
+
+import harness
+
+
+def completion(cluster, seed, n):
+    return cluster.stream({"prompt": harness.token_ids(20, seed), "max_tokens": n, "temperature": 0, "ignore_eos": True},
+                          "/v1/completions")
+
+
+def test_pause_of_the_router_is_nobodys_fault(build):
+    """Heartbeats lay unread while the router stood still: no worker is called dead and no stream goes elsewhere."""
+    with harness.Cluster(build) as c:
+        streams = [completion(c, i, 400) for i in range(3)]
+        for s in streams:
+            s.read(2)
+        joins = c.decodes[0].log().count("joined router")
+        c.router.pause()
+        time.sleep(7)  # longer than the 5 heartbeats after which a silent worker is dead
+        c.router.go_on()
+        for s in streams:
+            s.read()
+            assert s.error is None and s.done, s.error
+        assert c.metric("retries_total") == 0
+        c.router.wait_log("stood still for [0-9]+ ms")
+        assert c.decodes[0].log().count("joined router") == joins
+        c.wait_idle()
+
+
+def test_mute_connections_do_not_keep_workers_out(build):
+    """More connections than the control port takes, and none says HELLO: they are closed, a worker gets in."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    port = harness.free_port()
+    with harness.Cluster(build, control="tcp://127.0.0.1:%d" % port) as c:
+        before = c.router.descriptors()
+        mute = [socket.create_connection(("127.0.0.1", port)) for _ in range(1040)]
+        c.decodes[0].kill()
+        c.decodes[0].start()
+        c.wait_ready()
+        harness.wait_for("mute connections are closed", lambda: c.router.descriptors() <= before + 2)
+        for s in mute:
+            s.close()
+        status, _ = c.post("/v1/completions", prompt=harness.token_ids(5, 1), max_tokens=2)
+        assert status == 200
+        c.wait_idle()
+
+
+def test_drain_timeout_of_0_ends_at_once(build):
+    with harness.Cluster(build, workers=["--drain-timeout", "0"]) as c:
+        s = completion(c, 1, 3000)
+        s.read(2)
+        c.decodes[0].terminate()
+        assert c.decodes[0].wait(10) == 0
+        s.socket.close()
+
+
+def test_worker_that_has_drained_does_not_join_again(build):
+    """Alone, with its router still there: it leaves with status 0, and nothing joins between BYE and the end."""
+    with harness.Cluster(build) as c:
+        for w in c.workers:
+            w.terminate()
+            assert w.wait(20) == 0, w.popen.returncode
+            assert w.log().count("joined router") == 1
+
+
+if __name__ == "__main__":
+    harness.main([test_pause_of_the_router_is_nobodys_fault, test_mute_connections_do_not_keep_workers_out,
+                  test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again],
+                 __doc__)
