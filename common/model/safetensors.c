@@ -637,7 +637,7 @@ static void put_header(struct tow_buf *b, const struct model_safetensors_writer 
         at += t->bytes;
     }
     tow_buf_putc(b, '}');
-    while (b->len % 8) tow_buf_putc(b, ' ');
+    while (!tow_buf_failed(b) && b->len % 8) tow_buf_putc(b, ' ');
 }
 
 int model_safetensors_writer_write(const struct model_safetensors_writer *w, const char *path,
