@@ -209,6 +209,8 @@ class Stream:
         head, self._buffer = self._buffer.split(b"\r\n\r\n", 1)
         lines = head.decode().split("\r\n")
         self.status = int(lines[0].split(" ")[1])
+        if self.status < 200:  # a half-closed client is asked whether it is there with 100 Continue
+            return self._read_head()
         self.headers = {k.lower(): v.strip() for k, v in (l.split(":", 1) for l in lines[1:])}
         self._chunked = self.headers.get("transfer-encoding") == "chunked"
 

@@ -166,7 +166,7 @@ def test_killed_at_random(build):
 
 def test_all_of_a_kind_killed(build):
     """No worker is left: /ready turns 503 at once, streams wait or end with one error, and go on when one comes back in time."""
-    with Cluster(build, router=LEASE + ["--queue-timeout", "4"], workers=LEASE) as c:
+    with Cluster(build, router=LEASE + ["--queue-timeout", "8"], workers=LEASE) as c:
         want = references(c)
         for victims in ([c.prefills[0]], [c.decodes[0]], [c.prefills[0], c.decodes[0]]):
             # nobody comes back: an end within the queue time
