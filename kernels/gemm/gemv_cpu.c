@@ -24,7 +24,7 @@ V_INLINE bool rows_times(const struct kern_weight *w, int64_t n, const float *co
     v16 acc[R][T];
     const uint8_t *d[R];
     v_seen seen = v_seen_none();
-    int64_t k = w->k, ahead = nr * w->row_bytes;
+    int64_t k = w->k, ahead = 2 * nr * w->row_bytes;
 #pragma GCC unroll 4
     for (int r = 0; r < nr; r++) {
         d[r] = (const uint8_t *)w->data + (n + r) * w->row_bytes;

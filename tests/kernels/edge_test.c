@@ -1,0 +1,343 @@
+/* tests/kernels/edge_test.c - what shapes alone do not show: ties and narrow ranges in the selection, pages beyond
+ * 4 GiB, long contexts in bounded scratch, the folded softmax against the plain one, idle threads.
+ */
+#include "tests/support/check.h"
+
+#include "common/base/err.h"
+#include "kernels/cpu/team.h"
+#include "kernels/numeric.h"
+#include "kernels/ops.h"
+
+#include <math.h>
+#include <poll.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+
+static struct kern_dev *dev;
+static struct kern_stream *s;
+static const struct kern_ops *ops = &kern_cpu;
+static uint64_t rng = 42;
+
+static float rnd(void)
+{
+    rng ^= rng << 13, rng ^= rng >> 7, rng ^= rng << 17;
+    return (float)(int32_t)(rng >> 32) * 0x1p-31f;
+}
+
+static struct kern_kv_layout layout_of(int32_t r0, int32_t r1, enum kern_kv_fmt kv,
+                                       enum kern_ik_fmt ik)
+{
+    struct kern_kv_layout l;
+    struct kern_kv_spec sp = {.n_layers = 2,
+                              .ratios = {r0, r1},
+                              .head_dim = 128,
+                              .rope_dim = 64,
+                              .window = 8,
+                              .index_dim = 64,
+                              .kv_fmt = kv,
+                              .ik_fmt = ik};
+    assert_int_equal(kern_kv_layout_init(&l, &sp, NULL), 0);
+    return l;
+}
+
+/* --- selection: key e is (score, 0, 0, ...), the query (1, 0, ...), so the scores are what we say */
+
+enum select_kind { NORMAL, NARROW, MANY_EQUAL, UP, DOWN, ALL_EQUAL, NEGATIVE, N_KINDS };
+
+static float score_of(enum select_kind kind, int e, int n)
+{
+    switch (kind) {
+    case NORMAL: return rnd();
+    case NARROW:
+        return kern_float(kern_bits(1.0f) + (uint32_t)((e * 7919) % 16384)); /* [1, 1+2^-9) */
+    case MANY_EQUAL: return e % 10 ? 0.5f : rnd();
+    case UP: return (float)e;
+    case DOWN: return (float)(n - e);
+    case ALL_EQUAL: return 0.25f;
+    default: return -1.0f; /* ReLU makes all of them zero: a true tie */
+    }
+}
+
+static int by_score(const void *a, const void *b)
+{
+    const float *x = a, *y = b;
+    if (x[0] != y[0]) return x[0] < y[0] ? 1 : -1;
+    return x[1] < y[1] ? -1 : 1;
+}
+
+static void check_selection(int n, int topk, enum select_kind kind)
+{
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_F32, KERN_IK_F32);
+    int per = l.layer[0].per_page, n_pages = (n + per - 1) / per;
+    uint8_t *pages = mmap(NULL, (size_t)n_pages * (size_t)l.page_bytes, PROT_READ | PROT_WRITE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint8_t *tail = calloc(1, (size_t)l.tail_bytes);
+    uint32_t *ids = malloc((size_t)n_pages * 4);
+    float *scores = malloc((size_t)n * 4), *order = malloc((size_t)n * 8), q[64] = {1}, wt = 1;
+    int32_t *sel = malloc((size_t)topk * 4), n_sel;
+    assert_true(pages != MAP_FAILED);
+    for (int p = 0; p < n_pages; p++) ids[p] = (uint32_t)(n_pages - 1 - p);
+    for (int e = 0; e < n; e++) {
+        float key[64] = {0};
+        key[0] = score_of(kind, e, n);
+        order[2 * e] = key[0] > 0 ? key[0] : 0;
+        order[2 * e + 1] = (float)e; /* exact below 2^24 */
+        kern_ik_store(KERN_IK_F32,
+                      pages + (int64_t)ids[e / per] * l.page_bytes + l.layer[0].index_off, per,
+                      e % per, key, 64);
+    }
+    struct kern_seq seq = {.n_rows = 1,
+                           .pos0 = (int64_t)n * 4 - 1,
+                           .page_ids = ids,
+                           .n_pages = n_pages,
+                           .tail = tail,
+                           .topk = topk};
+    struct kern_index_select p = {.q = q,
+                                  .wt = &wt,
+                                  .factor = 1,
+                                  .pages = pages,
+                                  .layout = &l,
+                                  .seqs = &seq,
+                                  .n_seqs = 1,
+                                  .T = 1,
+                                  .H = 1,
+                                  .selected = sel,
+                                  .n_selected = &n_sel,
+                                  .sel_ld = topk,
+                                  .scores = scores,
+                                  .score_ld = n,
+                                  .act = KERN_F32};
+    assert_int_equal(ops->index_select(s, &p), 0);
+    for (int e = 0; e < n; e++) assert_true(scores[e] == order[2 * e]);
+    qsort(order, (size_t)n, 8, by_score);
+    uint8_t *want = calloc((size_t)n, 1);
+    int k = n < topk ? n : topk;
+    for (int i = 0; i < k; i++) want[(int)order[2 * i + 1]] = 1;
+    assert_int_equal(n_sel, k);
+    for (int i = 0; i < k; i++) {
+        assert_true(want[sel[i]]);
+        if (i) assert_true(sel[i] > sel[i - 1]);
+    }
+    munmap(pages, (size_t)n_pages * (size_t)l.page_bytes);
+    free(tail), free(ids), free(scores), free(order), free(sel), free(want);
+}
+
+static void test_index_select__any_distribution_is_exact(void **state)
+{
+    static const int sizes[] = {511, 512, 513, 30938, 65536};
+    (void)state;
+    for (int i = 0; i < 5; i++)
+        for (int kind = 0; kind < N_KINDS; kind++) check_selection(sizes[i], 512, kind);
+    check_selection(30938, 2048, NARROW);
+    check_selection(262144, 1024, NARROW); /* a context of 1,048,576 */
+}
+
+/* --- pages anywhere in a large pool give the same bits (no 32-bit offsets) */
+
+static void run_far(const uint32_t *ids, uint8_t *pool, const struct kern_kv_layout *l, float *out,
+                    int32_t *sel, float *stored)
+{
+    enum { N = 700, H = 2, D = 128 };
+    uint8_t *tail = calloc(1, (size_t)l->tail_bytes);
+    float *x = malloc(N * 2 * D * 4), ape[4 * 2 * D], w[D], freq[32], kv[D], q[H * D],
+          sink[H] = {0};
+    struct kern_seq seq = {.n_rows = N, .page_ids = ids, .n_pages = 3, .tail = tail, .topk = 64};
+    rng = 7;
+    for (int i = 0; i < N * 2 * D; i++) x[i] = rnd();
+    for (int i = 0; i < 8 * D; i++) ape[i] = rnd();
+    for (int i = 0; i < D; i++) w[i] = 1 + 0.1f * rnd(), kv[i] = rnd();
+    for (int i = 0; i < H * D; i++) q[i] = rnd();
+    for (int i = 0; i < 32; i++) freq[i] = 1.0f / (float)(1 + i);
+    for (int index = 0; index < 2; index++) {
+        struct kern_compress c = {.kv = x,
+                                  .gate = x,
+                                  .ape = ape,
+                                  .norm = {w, KERN_F32, index ? 64 : D},
+                                  .inv_freq = freq,
+                                  .pages = pool,
+                                  .layout = l,
+                                  .index = index,
+                                  .seqs = &seq,
+                                  .n_seqs = 1,
+                                  .eps = 1e-6f,
+                                  .act = KERN_F32};
+        assert_int_equal(ops->compress(s, &c), 0);
+    }
+    int32_t n_sel;
+    float wt[H] = {0.3f, 0.7f};
+    seq.pos0 = N, seq.n_rows = 1;
+    struct kern_index_select is = {.q = q,
+                                   .wt = wt,
+                                   .factor = 1,
+                                   .pages = pool,
+                                   .layout = l,
+                                   .seqs = &seq,
+                                   .n_seqs = 1,
+                                   .T = 1,
+                                   .H = H,
+                                   .selected = sel,
+                                   .n_selected = &n_sel,
+                                   .sel_ld = 64,
+                                   .act = KERN_F32};
+    assert_int_equal(ops->index_select(s, &is), 0);
+    struct kern_attention a = {.q = q,
+                               .kv = kv,
+                               .sink = sink,
+                               .o = out,
+                               .pages = pool,
+                               .layout = l,
+                               .seqs = &seq,
+                               .n_seqs = 1,
+                               .selected = sel,
+                               .n_selected = &n_sel,
+                               .sel_ld = 64,
+                               .T = 1,
+                               .H = H,
+                               .scale = 0.1f,
+                               .act = KERN_F32};
+    assert_int_equal(ops->attention(s, &a), 0);
+    kern_kv_load(l->spec.kv_fmt, pool + (int64_t)ids[2] * l->page_bytes + l->layer[0].main_off,
+                 l->layer[0].per_page, 10, stored, D, 64);
+    free(tail), free(x);
+}
+
+static void test_pages__beyond_4gib_give_the_same_bits(void **state)
+{
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_FP8, KERN_IK_FP4);
+    int64_t n_pages = (INT64_C(9) << 30) / l.page_bytes;
+    uint8_t *pool = mmap(NULL, (size_t)(n_pages * l.page_bytes), PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    uint32_t b31 = (uint32_t)((INT64_C(1) << 31) / l.page_bytes),
+             b32 = (uint32_t)((INT64_C(1) << 32) / l.page_bytes), end = (uint32_t)n_pages;
+    uint32_t ids[4][3] = {
+        {0, 1, 2}, {b31 - 1, b31, b31 + 1}, {b32 + 1, b32, b32 - 1}, {end - 1, end - 2, end - 3}};
+    float out[4][256], stored[4][128];
+    int32_t sel[4][64];
+    (void)state;
+    if (pool == MAP_FAILED) skip(); /* an address space limit */
+    memset(sel, 0, sizeof sel);
+    for (int i = 0; i < 4; i++) run_far(ids[i], pool, &l, out[i], sel[i], stored[i]);
+    for (int i = 1; i < 4; i++) {
+        assert_memory_equal(out[i], out[0], sizeof out[0]);
+        assert_memory_equal(sel[i], sel[0], sizeof sel[0]);
+        assert_memory_equal(stored[i], stored[0], sizeof stored[0]);
+    }
+    munmap(pool, (size_t)(n_pages * l.page_bytes));
+}
+
+/* --- the folded softmax of ratio 128 against two passes in double; docs/numerics.md quotes the bound */
+
+static void test_compress__folded_state_is_close_to_two_passes(void **state)
+{
+    enum { N = 128, E = 128 };
+    struct kern_kv_layout l = layout_of(128, 0, KERN_KV_F32, KERN_IK_F32);
+    static float kv[N * E], gate[N * E], ape[N * E], w[E];
+    double worst = 0;
+    (void)state;
+    for (int spread = 1; spread <= 64; spread *= 4) {
+        uint8_t *page = calloc(1, (size_t)l.page_bytes), *tail = calloc(1, (size_t)l.tail_bytes);
+        uint32_t id = 0;
+        float freq[32] = {0}, got[E];
+        for (int i = 0; i < N * E; i++) kv[i] = rnd(), gate[i] = rnd() * (float)spread;
+        for (int i = 0; i < E; i++) w[i] = 1;
+        struct kern_seq q = {.n_rows = N, .page_ids = &id, .n_pages = 1, .tail = tail};
+        struct kern_compress p = {.kv = kv,
+                                  .gate = gate,
+                                  .ape = ape,
+                                  .norm = {w, KERN_F32, E},
+                                  .inv_freq = freq,
+                                  .pages = page,
+                                  .layout = &l,
+                                  .seqs = &q,
+                                  .n_seqs = 1,
+                                  .eps = 0,
+                                  .act = KERN_F32};
+        assert_int_equal(ops->compress(s, &p), 0);
+        kern_kv_load(KERN_KV_F32, page + l.layer[0].main_off, l.layer[0].per_page, 0, got, E, 64);
+        double want[E], sq = 0, err = 0;
+        for (int c = 0; c < E; c++) {
+            double m = -1e30, sum = 0, acc = 0;
+            for (int t = 0; t < N; t++) m = fmax(m, gate[t * E + c]);
+            for (int t = 0; t < N; t++) {
+                double e = exp(gate[t * E + c] - m);
+                sum += e, acc += e * kv[t * E + c];
+            }
+            want[c] = acc / sum, sq += want[c] * want[c];
+        }
+        for (int c = 0; c < E; c++) {
+            double d = got[c] - want[c] / sqrt(sq / E);
+            err += d * d;
+        }
+        worst = fmax(worst, sqrt(err / E));
+        free(page), free(tail);
+    }
+    print_message("folded softmax: rel %.1e\n", worst);
+    assert_true(worst <= 5e-7);
+}
+
+/* --- threads */
+
+static double cpu_seconds(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void count_part(void *arg, int64_t part, int thread)
+{
+    (void)thread;
+    ((uint8_t *)arg)[part]++;
+}
+
+static void test_team__runs_each_part_once_and_rests_when_idle(void **state)
+{
+    struct kern_dev *d;
+    uint8_t seen[1000];
+    (void)state;
+    for (int threads = 1; threads <= 9; threads += 4) {
+        assert_int_equal(kern_dev_open(&d, "cpu", threads, NULL), 0);
+        assert_int_equal(kern_dev_threads(d), threads);
+        for (int n = 0; n <= 1000; n = n * 3 + 1) {
+            memset(seen, 0, sizeof seen);
+            for (int round = 0; round < 20; round++)
+                kern_parallel(kern_dev_stream(d), n, count_part, seen);
+            for (int i = 0; i < n; i++) assert_int_equal(seen[i], 20);
+        }
+        double before = cpu_seconds();
+        poll(NULL, 0, 100); /* nothing to wait for: idleness is what is measured */
+        assert_true(cpu_seconds() - before < 0.05);
+        kern_dev_close(d);
+    }
+}
+
+static void test_dev__bad_values_are_named(void **state)
+{
+    struct kern_dev *d = NULL;
+    struct tow_err err = {0};
+    (void)state;
+    assert_int_equal(kern_dev_open(&d, "tpu", 1, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "tpu"));
+    assert_int_equal(kern_dev_open(&d, "cpu", 257, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "256"));
+    assert_int_equal(kern_dev_open(&d, "cpu", -1, &err), TOW_EINVAL);
+    assert_null(d);
+}
+
+int main(void)
+{
+    if (kern_dev_open(&dev, "cpu", 2, NULL) < 0) return 1;
+    s = kern_dev_stream(dev);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_index_select__any_distribution_is_exact),
+        cmocka_unit_test(test_pages__beyond_4gib_give_the_same_bits),
+        cmocka_unit_test(test_compress__folded_state_is_close_to_two_passes),
+        cmocka_unit_test(test_team__runs_each_part_once_and_rests_when_idle),
+        cmocka_unit_test(test_dev__bad_values_are_named)};
+    int failed = cmocka_run_group_tests_name("kernels/edge", tests, NULL, NULL);
+    kern_dev_close(dev);
+    return failed;
+}
