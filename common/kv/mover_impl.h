@@ -8,6 +8,7 @@
 #ifndef TOW_KV_MOVER_IMPL_H
 #define TOW_KV_MOVER_IMPL_H
 
+#include "common/base/err.h"
 #include "common/base/inbox.h"
 #include "common/base/list.h"
 #include "common/kv/mover.h"
