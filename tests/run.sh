@@ -9,6 +9,10 @@ if [ -z "$TOW_PYTHON" ]; then
     TOW_PYTHON=python3
     [ -x .venv/bin/python3 ] && TOW_PYTHON=.venv/bin/python3
 fi
+case $B in
+*asan | *tsan) # UCX's malloc hooks and the sanitizers' do not agree
+    export UCX_MEM_EVENTS=n TSAN_OPTIONS="suppressions=tests/tsan.supp $TSAN_OPTIONS" ;;
+esac
 passed=0; failed=0; skipped=0
 log=$(mktemp); trap 'rm -f "$log"' EXIT
 one() { # NAME COMMAND...
