@@ -39,7 +39,9 @@
 #include <stdlib.h>
 #include <string.h>
 #include <ucp/api/ucp.h>
-#include <ucs/config/global_opts.h>
+
+/* Of ucs/config/global_opts.h, a header that not every package installs. */
+ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 
 #if UCP_API_VERSION < UCP_VERSION(1, 12)
 #error "UCX 1.12 or later is needed"

@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 enum { PAGE = 200 * 1024, TAIL = 70 * 1024, PAGES = 24, TAILS = 4, HEARTBEAT_MS = 200 };
 
@@ -390,6 +391,23 @@ static void test_kv_mover__failing_places_end_the_ticket_and_nothing_else(void *
     pair_close(&p, &d);
 }
 
+static void test_kv_mover__idle_links_cost_next_to_nothing(void **state)
+{
+    (void)state;
+    struct side p, d;
+    struct timespec from, to;
+    pair_open(&p, &d);
+    struct kv_ticket t = {tow_random_u64(), 1};
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &from);
+    begin(&p, t, 1, 1); /* nothing happens until its lease ends, in two seconds */
+    wait_for(&p, KV_MOVER_ENDED);
+    assert_int_equal(p.ev.code, TOW_ETIME);
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &to);
+    double s = (double)(to.tv_sec - from.tv_sec) + (double)(to.tv_nsec - from.tv_nsec) * 1e-9;
+    if (s > 0.2) fail_msg("two idle movers took %.3f s of processor time in two seconds", s);
+    pair_close(&p, &d);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -398,6 +416,7 @@ int main(void)
         cmocka_unit_test(test_kv_mover__unknown_wrong_and_repeated_tickets_are_refused),
         cmocka_unit_test(test_kv_mover__cancel_on_either_side_ends_both_once),
         cmocka_unit_test(test_kv_mover__leases_end_on_time_alone),
+        cmocka_unit_test(test_kv_mover__idle_links_cost_next_to_nothing),
         cmocka_unit_test(test_kv_mover__peers_that_do_not_fit_hear_why),
         cmocka_unit_test(test_kv_mover__peer_that_restarts_is_linked_anew),
         cmocka_unit_test(test_kv_mover__failing_places_end_the_ticket_and_nothing_else),
