@@ -162,6 +162,11 @@ class Process:
         self.popen.send_signal(signal.SIGCONT)
         self.paused = False
 
+    def stands_still(self):
+        """By SIGSTOP, whoever sent it."""
+        with open("/proc/%d/stat" % self.pid) as f:
+            return f.read().rsplit(")", 1)[1].split()[0] == "T"
+
     def terminate(self):
         self.popen.send_signal(signal.SIGTERM)
 

@@ -100,8 +100,7 @@ def test_killed_at_each_step(build):
             victim = (c.prefills if role == "prefill" else c.decodes)[0]
             victim.kill()
             victim.start("--fault", "%s=%d:kill" % (point, nth))
-            early = point in ("send.HELLO", "take.WELCOME", "send.HEARTBEAT", "take.XHELLO", "send.XREADY", "send.XPROBED",
-                              "take.PAIR", "send.XHELLO", "send.PAIRED")
+            early = (role, point, nth) in MORE_STEPS  # it may die while it joins
             if not early:
                 c.wait_ready()
             streams = start_streams(c)
@@ -138,6 +137,29 @@ def test_failed_at_each_step(build):
             c.wait_idle(15)
             victim.restart()
             c.wait_ready()
+
+
+def test_stopped_at_a_step(build):
+    """KV-12 (3): a worker stands still in the middle of a protocol step, and goes on once its work is done elsewhere."""
+    with cluster_of_four(build) as c:
+        want = references(c)
+        for role, point, nth in [("decode", "send.TOKENS", 12), ("prefill", "send.OFFER", 4)] + (
+                [("decode", "send.GRANT", 4), ("decode", "send.ACK", 5), ("prefill", "take.PREFILL", 4)] if OPTIONS["all"] else []):
+            victim = (c.prefills if role == "prefill" else c.decodes)[0]
+            victim.restart("--fault", "%s=%d:stop" % (point, nth))
+            c.wait_ready()
+            streams = start_streams(c)
+            jobs = [Job(finish, s) for s in streams]
+            wait_for("%s stops at %s" % (victim.name, point), victim.stands_still, 30)
+            victim.paused = True
+            for j in jobs:
+                j.result(90)
+            judge(streams, want, True)
+            c.wait_idle(15)
+            victim.go_on()
+            c.wait_ready()
+            judge(read_all(start_streams(c)), want, True)
+            c.wait_idle(20)
 
 
 def test_killed_at_random(build):
@@ -394,6 +416,6 @@ def http_ready(worker):
 
 
 if __name__ == "__main__":
-    harness.main([test_killed_at_each_step, test_failed_at_each_step, test_killed_at_random, test_all_of_a_kind_killed,
+    harness.main([test_killed_at_each_step, test_failed_at_each_step, test_stopped_at_a_step, test_killed_at_random, test_all_of_a_kind_killed,
                   test_stopped, test_replaced_at_the_same_name, test_join_and_leave, test_router_drains, test_worker_drains,
                   test_router_killed], __doc__, OPTIONS)
