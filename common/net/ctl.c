@@ -33,6 +33,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 enum { SWEEP_MS = 100, FINISH_MS = 1000, IOV_MAX_NNG = 8, CHUNK_BYTES = 65536, WHY_MAX = 600 };
 enum { STABLE_MS = 5000 }; /* a connection that lived so long starts the pauses afresh */
@@ -639,6 +640,12 @@ int net_ctl_listen(struct net_ctl_server **out, struct net_loop *loop, const cha
     if (rc < 0) {
         free(s);
         return rc;
+    }
+    /* nng clears the way for its socket by deleting what is there. */
+    struct stat there;
+    if (!strncmp(url, "ipc://", 6) && lstat(url + 6, &there) == 0 && !S_ISSOCK(there.st_mode)) {
+        owner_abandon(&s->o);
+        return tow_fail(err, TOW_ECONFIG, "control URL %s: the path exists and is no socket", url);
     }
     int rv = nng_stream_listener_alloc(&s->listener, url);
     if (rv == 0) {

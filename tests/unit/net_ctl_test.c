@@ -12,6 +12,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -141,6 +142,30 @@ static void test_net_ctl__frames_cross_ipc_whole_and_in_order(void **state)
     char url[64];
     snprintf(url, sizeof url, "ipc:///tmp/tow-ctl-%d.sock", (int)getpid());
     echo_over(url);
+}
+
+/* The library under it would delete the file to make room for its socket. */
+static void test_net_ctl__a_file_in_the_place_of_the_socket_stays(void **state)
+{
+    (void)state;
+    char path[] = "/tmp/tow-ctl-file-XXXXXX", url[64];
+    int fd = mkstemp(path);
+    assert_true(fd >= 0);
+    assert_int_equal(write(fd, "mine", 4), 4);
+    close(fd);
+    snprintf(url, sizeof url, "ipc://%s", path);
+    struct net_loop *loop;
+    struct net_ctl_server *server = NULL;
+    struct tow_err err = {0};
+    assert_int_equal(net_loop_open(&loop, &err), 0);
+    assert_int_equal(net_ctl_listen(&server, loop, url, NULL, &hooks, NULL, &err), TOW_ECONFIG);
+    assert_non_null(strstr(err.msg, "is no socket"));
+    assert_null(server);
+    struct stat st;
+    assert_int_equal(stat(path, &st), 0);
+    assert_int_equal(st.st_size, 4);
+    unlink(path);
+    net_loop_free(loop);
 }
 
 static void test_net_ctl__close_in_a_callback_is_told_once_and_later(void **state)
@@ -337,6 +362,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_net_ctl__frames_cross_tcp_whole_and_in_order),
         cmocka_unit_test(test_net_ctl__frames_cross_ipc_whole_and_in_order),
+        cmocka_unit_test(test_net_ctl__a_file_in_the_place_of_the_socket_stays),
         cmocka_unit_test(test_net_ctl__close_in_a_callback_is_told_once_and_later),
         cmocka_unit_test(test_net_ctl__finish_sends_what_is_queued),
         cmocka_unit_test(test_net_ctl__foreign_bytes_close_the_connection),
