@@ -806,9 +806,11 @@ void rtr_api_config_init(struct rtr_api_config *c)
 
 static int load_keys(struct rtr_api *a, const char *path, struct tow_err *err)
 {
+    struct stat st;
+    if (stat(path, &st) == 0 && !S_ISREG(st.st_mode))
+        return tow_fail(err, TOW_ECONFIG, "--api-key-file %s: not a regular file", path);
     FILE *f = fopen(path, "re");
     if (!f) return tow_fail(err, TOW_ECONFIG, "--api-key-file %s: cannot be read: %m", path);
-    struct stat st;
     if (fstat(fileno(f), &st) == 0 && (st.st_mode & 077)) {
         tow_warn("--api-key-file %s: others may read it; mode 0600 is meant", path);
     }
