@@ -36,6 +36,8 @@ struct router {
     uint64_t owner;                /* number of this connection; 0 while not welcomed */
     uint32_t heartbeat_ms;
     uint64_t next_heartbeat_ms;
+    uint64_t incarnation; /* of the router, while welcomed */
+    bool told;            /* that it cannot be reached: once, not at each retry */
     char last_refusal[256];
 };
 
@@ -298,6 +300,13 @@ static int plan_pool(struct work *w, struct tow_err *err)
                 s->memory_fraction, (unsigned long long)(memory_available() >> 20), (long long)page,
                 w->n_tails, (long long)w->layout->tail_bytes);
     }
+    /* The transport fills shared memory to test it: too much would take the machine down with it. */
+    double need = (double)n * (double)page + (double)w->n_tails * (double)w->layout->tail_bytes;
+    uint64_t memory = memory_available(); /* 0: not known */
+    if (memory && need > (double)memory)
+        return tow_fail(
+            err, TOW_ECONFIG, "--kv-pages %lld: with %u tails that is %.0f MiB; %llu MiB are free",
+            (long long)n, w->n_tails, need / (1 << 20), (unsigned long long)(memory >> 20));
     if (n * pt < context) {
         if (s->context_length)
             return tow_fail(err, TOW_ECONFIG,
@@ -479,7 +488,19 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
         note[WIRE_MAX_NOTE + 1];
     switch (m.type) {
     case WIRE_WELCOME_MSG:
+        for (int i = 0; i < w->own->n_routers; i++) {
+            struct router *o = &w->own->routers[i];
+            if (o == r || o->incarnation != m.welcome.router_incarnation) continue;
+            /* It takes us for one worker that came anew, and the two connections would end each other for ever. */
+            tow_error("%s: %s and %s are the same router; the second is left out", w->name, o->url,
+                      r->url);
+            net_ctl_dialer_close(r->dialer);
+            r->dialer = NULL;
+            return;
+        }
         r->owner = ++w->own->next_owner;
+        r->incarnation = m.welcome.router_incarnation;
+        r->told = false;
         r->heartbeat_ms = m.welcome.heartbeat_ms ? m.welcome.heartbeat_ms : 1000;
         r->last_refusal[0] = 0;
         tow_info("%s: joined router %s, heartbeat %u ms", w->name, r->url, r->heartbeat_ms);
@@ -531,6 +552,9 @@ static void on_close(void *arg, struct net_ctl *c, int code, const char *why)
 static void on_retry(void *arg, const char *url, const char *why, uint64_t retry_ms)
 {
     struct router *r = arg;
+    if (!r->told && !r->w->own->drained)
+        tow_warn("%s: router %s not reached: %s; trying on", r->w->name, url, why);
+    r->told = true;
     tow_debug("%s: router %s not reached: %s; next try in %llu ms", r->w->name, url, why,
               (unsigned long long)retry_ms);
 }
@@ -737,6 +761,9 @@ static int join_routers(struct work *w, struct tow_err *err)
         struct router *r = &o->routers[o->n_routers];
         r->w = w;
         r->url = w->set.join.items[i];
+        for (size_t k = 0; k < i; k++)
+            if (!strcmp(r->url, w->set.join.items[k]))
+                return tow_fail(err, TOW_ECONFIG, "--join: %s stands there twice", r->url);
         int rc = net_ctl_dial(&r->dialer, w->loop, r->url, NULL, &hooks, r, err);
         if (rc < 0) return rc;
         o->n_routers++;

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """What happens at the edges of a running cluster: a paused router, mute connections, a drain limit of nothing."""
+import os
 import resource
 import socket
+import subprocess
 import time
 
 import harness
@@ -68,7 +70,46 @@ def test_worker_that_has_drained_does_not_join_again(build):
             assert w.log().count("joined router") == 1
 
 
+def end_of(build, program, *flags):
+    """Exit status and output of a program that is not expected to run long."""
+    done = subprocess.run([os.path.join(harness.ROOT, build, "bin", "towpath-" + program), "--model", harness.MODEL] +
+                          list(flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20 * harness.SLACK)
+    return done.returncode, done.stdout.decode()
+
+
+def test_pool_beyond_the_memory_is_refused_before_it_is_filled(build):
+    for program in ("prefill", "decode"):
+        status, text = end_of(build, program, "--kv-pages", "100000000", "--threads", "1")
+        assert status == 1 and "--kv-pages 100000000: with " in text and "MiB are free" in text, text
+
+
+def test_one_router_joined_by_two_names_is_joined_once(build):
+    status, text = end_of(build, "decode", "--kv-pages", "4", "--join", "tcp://127.0.0.1:1,tcp://127.0.0.1:1")
+    assert status == 1 and "stands there twice" in text, text
+    port = harness.free_port()
+    with harness.Cluster(build, control="tcp://127.0.0.1:%d" % port) as c:
+        d = c.worker("decode", "d9")
+        c.others.append(d)
+        d.argv[d.argv.index("--join") + 1] += ",tcp://localhost:%d" % port
+        d.start().wait_log("are the same router")
+        harness.wait_for("d9 serves", lambda: c.admin().get("d9", {}).get("state") == "serving")
+        s = completion(c, 1, 200)
+        s.read()
+        assert s.error is None and c.metric("retries_total") == 0
+        assert c.admin()["d9"]["state"] == "serving"
+
+
+def test_router_that_cannot_be_reached_is_named_once(build):
+    with harness.Cluster(build, prefill=0, decode=1, start=False) as c:
+        c.decodes[0].start().wait_log(r"warn .*router ipc://\S+ not reached: ")
+        c.router.start()
+        c.decodes[0].wait_log("joined router")
+        assert c.decodes[0].log().count("not reached") == 1
+
+
 if __name__ == "__main__":
     harness.main([test_pause_of_the_router_is_nobodys_fault, test_mute_connections_do_not_keep_workers_out,
-                  test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again],
-                 __doc__)
+                  test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
+                  test_pool_beyond_the_memory_is_refused_before_it_is_filled,
+                  test_one_router_joined_by_two_names_is_joined_once,
+                  test_router_that_cannot_be_reached_is_named_once], __doc__)
