@@ -32,12 +32,11 @@ def one(cluster, seed):
         except TimeoutError:
             s.leave(rng.choice(["fin", "reset"]))
             return "left"
-        s.socket.settimeout(None)
-        kind = "stay"
     if kind == "stay":
         if rng.random() < 0.3:
             s.leave("half")
         s.read()
+    if kind in ("stay", "silent"):
         assert s.status == 200 and s.done and s.error is None, (s.status, s.raw, s.error)
         for i in range(ask.get("n", 1)):
             assert s.finish(i) == "length", s.finish(i)
