@@ -1,9 +1,10 @@
 /* kernels/numeric.h - scalar conversions between number formats, and the quantizers built on them.
  *
  * Why      Checkpoints, pages and every CPU kernel must agree on each bit of these; they are
- * written once. Rules    All rounding is to nearest, ties to even. e4m3 and e2m1 saturate; NaN
- * stays NaN in e4m3 and becomes the largest magnitude in e2m1, which has no NaN. Vector code
- * elsewhere gives the same bits.
+ *          written once.
+ * Rules    All rounding is to nearest, ties to even. e4m3 and e2m1 saturate; NaN stays NaN in e4m3
+ *          and becomes the largest magnitude in e2m1, which has no NaN. Vector code elsewhere gives
+ *          the same bits.
  */
 #ifndef KERN_NUMERIC_H
 #define KERN_NUMERIC_H

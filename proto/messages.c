@@ -103,8 +103,7 @@ static void put_sampling(struct wire_writer *w, const struct wire_sampling *m, u
     WIRE_SAMPLING(PUT)
 }
 
-/* --- rules between fields ------------------------------------------------------------------------
- */
+/* --- rules between fields --------------------------------------------------------------------- */
 
 static bool sampling_holds(const struct wire_sampling *s)
 {
@@ -165,8 +164,7 @@ static bool holds(const struct wire_msg *m)
     }
 }
 
-/* --- one pair per message ----------------------------------------------------------------------
- */
+/* --- one pair per message --------------------------------------------------------------------- */
 #define M(name, NAME, number, since, cap, dir, note)                                               \
     void wire_put_##name(struct wire_writer *w, const struct wire_##name *m)                       \
     {                                                                                              \
@@ -302,8 +300,7 @@ const char *wire_step_name(unsigned type, bool sent)
     }
 }
 
-/* --- items inside spans
- * --------------------------------------------------------------------------- */
+/* --- items inside spans ----------------------------------------------------------------------- */
 
 void wire_put_fact(struct wire_writer *w, const struct wire_fact *f)
 {
@@ -352,8 +349,7 @@ void wire_top_at(struct wire_bytes rows, uint8_t n_top, uint32_t i, uint32_t k, 
     *logprob = wire_f32_at((const uint8_t *)rows.data + at + 4);
 }
 
-/* --- the tables as data, for docs/protocol.md ----------------------------------------------------
- */
+/* --- the tables as data, for docs/protocol.md ------------------------------------------------- */
 
 #define DOC(kind, name, max, note) {#kind, #name, note, max},
 #define END                                                                                        \

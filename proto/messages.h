@@ -1,17 +1,16 @@
 /* proto/messages.h - every message there is: one table row each, one field list each.
  *
  * Why      Number, version, cap, direction and fields stand in one place; enum, structs, pack,
- * unpack, names and docs/protocol.md follow from it and cannot disagree. Rules    Fields are added
- * at the end of a list, numbers are never used again. A receiver ignores bytes behind the fields it
- * knows and answers a type it does not know with UNKNOWN. Total    wire_unpack() takes any bytes
- * and gives a value or TOW_EWIRE. What it gives has every number within the cap of its row, text
- * without control characters, spans inside the body and whole items inside the spans.
- * pack(unpack(x)) is x without trailing bytes.
- *
- * Field rows: F(kind, name, max, note). Kinds: u8 u16 u32 u64 (at most max), i16 (an error code, 0
- * or TOW_E*; max unused), f32 (finite; max unused), text, bytes (at most max bytes), ids, u64s (at
- * most max items), ticket (id u64, nonce u64), sampling (the list WIRE_SAMPLING), part (the list
- * WIRE_PART).
+ *          unpack, names and docs/protocol.md follow from it and cannot disagree.
+ * Rules    Fields are added at the end of a list, numbers are never used again. A receiver ignores
+ *          bytes behind the fields it knows and answers a type it does not know with UNKNOWN.
+ * Total    wire_unpack() takes any bytes and gives a value or TOW_EWIRE. What it gives has every
+ *          number within the cap of its row, text without control characters, spans inside the body
+ *          and whole items inside the spans. pack(unpack(x)) is x without trailing bytes.
+ * Rows     F(kind, name, max, note). Kinds: u8 u16 u32 u64 (at most max), i16 (an error code, 0 or
+ *          TOW_E*; max unused), f32 (finite; max unused), text, bytes (at most max bytes), ids,
+ *          u64s (at most max items), ticket (id u64, nonce u64), sampling (the list WIRE_SAMPLING),
+ *          part (the list WIRE_PART).
  */
 #ifndef TOW_PROTO_MESSAGES_H
 #define TOW_PROTO_MESSAGES_H
@@ -264,8 +263,8 @@ struct wire_ticket {
     F(ticket, ticket, 0, "its job is alive though nothing is to be offered yet; renews the lease")
 
 /* M(name, NAME, number, first version, body cap, direction, note). Directions: W>R R>W both
- * (control plane); P>D D>P x (data plane, x is both ways), note (body inside another message). The cap is of the whole body, trailing
- * bytes too. */
+ * (control plane); P>D D>P x (data plane, x is both ways), note (body inside another message). The
+ * cap is of the whole body, trailing bytes too. */
 #define WIRE_MESSAGES(M)                                                                           \
     M(hello, HELLO, 1, 1, 32768, "W>R", "first message of a worker")                               \
     M(welcome, WELCOME, 2, 1, 1024, "R>W", "admitted")                                             \
@@ -311,8 +310,7 @@ enum wire_type {
 #undef M
 };
 
-/* --- the structs, from the lists ---------------------------------------------------------------
- */
+/* --- the structs, from the lists -------------------------------------------------------------- */
 #define WIRE_C_u8       uint8_t
 #define WIRE_C_u16      uint16_t
 #define WIRE_C_u32      uint32_t
@@ -348,8 +346,7 @@ struct wire_msg {
     };
 };
 
-/* --- pack and unpack -----------------------------------------------------------------------------
- */
+/* --- pack and unpack -------------------------------------------------------------------------- */
 
 /* Bytes of the whole frame, header included; or TOW_EINVAL when a field is above its cap. */
 int64_t wire_frame_bytes(const struct wire_msg *m);
@@ -373,7 +370,7 @@ WIRE_MESSAGES(M)
 #undef M
 
 const char *wire_type_name(unsigned type); /* "HELLO"; "?" when unknown; static */
-/* The protocol step's name for tow_fault(): "send.HELLO", or "take.HELLO" for what came in; static. */
+/* The step's name for tow_fault(): "send.HELLO", or "take.HELLO" for what came in; static. */
 const char *wire_step_name(unsigned type, bool sent);
 
 /* --- items inside spans

@@ -1,8 +1,8 @@
 /* proto/page.h - the descriptor of one part of a KV cache: a page or the tail.
  *
  * Why      The receiver moves the bytes itself, so the sender only says where they lie and what
- * their digests are. Bytes and layout of a part: docs/kv-layout.md. Trust    A descriptor comes
- * from outside: wire_part_check() before its numbers are used.
+ *          their digests are. Bytes and layout of a part: docs/kv-layout.md.
+ * Trust    A descriptor comes from outside: wire_part_check() before its numbers are used.
  */
 #ifndef TOW_PROTO_PAGE_H
 #define TOW_PROTO_PAGE_H

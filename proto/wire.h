@@ -5,7 +5,7 @@
  *          room, `failed` is set, later calls do nothing (gets give 0), and the owner asks once.
  * Holds    Allocates nothing, does no I/O. Spans point into the frame they were read from and live
  *          as long as it does. Hosts are little-endian (asserted in wire.c), so an array of the
- * host may be put as a span.
+ *          host may be put as a span.
  */
 #ifndef TOW_PROTO_WIRE_H
 #define TOW_PROTO_WIRE_H

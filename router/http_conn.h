@@ -3,8 +3,9 @@
  * Why      Everything about sockets is here, so that api.c sees whole requests and writes answers.
  * Owner    The router's loop thread.
  * Holds    One exchange at a time per connection; pipelined requests wait and are answered in
- * order. An exchange ends exactly once: by reply(), end_stream() or abort() of the handler, or by
- *          on_gone. After that its pointer is dead. No callback comes inside a call of this header.
+ *          order. An exchange ends exactly once: by reply(), end_stream() or abort() of the
+ *          handler, or by on_gone. After that its pointer is dead. No callback comes inside a call
+ *          of this header.
  * Client   A client that closed is told apart from one that only closed its writing side as
  *          http_conn.c describes; only the former is on_gone.
  */
@@ -74,8 +75,7 @@ const char *rtr_exchange_method(const struct rtr_exchange *x, size_t *len);
 const char *rtr_exchange_path(const struct rtr_exchange *x, size_t *len);          /* not decoded */
 const char *rtr_exchange_authorization(const struct rtr_exchange *x, size_t *len); /* NULL: none */
 const char *rtr_exchange_body(const struct rtr_exchange *x, size_t *len);
-/* The body's memory moves to the caller, who frees it with free(). It no longer counts as buffered.
- */
+/* The body's memory moves to the caller, for free(). It no longer counts as buffered. */
 char *rtr_exchange_take_body(struct rtr_exchange *x, size_t *len);
 void rtr_exchange_set_user(struct rtr_exchange *x, void *user);
 void *rtr_exchange_user(const struct rtr_exchange *x);

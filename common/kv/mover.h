@@ -1,12 +1,12 @@
 /* kv/mover.h - the transfer thread: ships pages and tails between this process and its peers.
  *
  * Why      Pages move while the engine computes and the control thread talks to the router. All of
- * UCX, the endpoints, the digests and kv/xfer's machines live on one thread of their own; servers
- *          give commands and get events.
+ *          UCX, the endpoints, the digests and kv/xfer's machines live on one thread of their own;
+ *          servers give commands and get events.
  * Owner    Commands and kv_mover_event(): the control thread. They never block and never fail for
  *          reasons of the network; what becomes of them is told by events.
  * Holds    A ticket that was opened or expected ends in exactly one KV_MOVER_ENDED, its last event.
- * From then on nothing in here reads or writes its pages or its tail: they may be reused.
+ *          From then on nothing in here reads or writes its pages or its tail: they may be reused.
  *
  * Prefill:  kv_mover_connect(D) on PAIR ........... KV_MOVER_PEER_UP (answer PAIRED) or PEER_DOWN
  *           kv_mover_send() on PREFILL, kv_mover_offer() per chunk and for the tail,

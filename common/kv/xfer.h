@@ -1,23 +1,26 @@
 /* kv/xfer.h - the two machines that ship one sequence's pages and tail: sender and receiver.
  *
  * Why      Pages may be reused only when nothing can still read or write them, whatever is
- * cancelled, late, doubled, forged or dead. That is decided here and nowhere else. Owner    Whoever
- * embeds them (kv/mover). Pure: event in, actions out; no I/O, no clock. Unit     A part is one
- * page, or the tail. The receiver reads each part itself and checks its digest; the sender never
- * writes into the receiver.
+ *          cancelled, late, doubled, forged or dead. That is decided here and nowhere else.
+ * Owner    Whoever embeds them (kv/mover). Pure: event in, actions out; no I/O, no clock.
+ * Unit     A part is one page, or the tail. The receiver reads each part itself and checks its
+ *          digest; the sender never writes into the receiver.
  *
- * Sender   OPEN --tail offered, all acked--------------------------------> ENDED (0)
- *            +-- cancel, peer cancel, nack, peer lost, lease --> CLOSING --no send in flight-->
- * ENDED Receiver WAITING --first offer--> MOVING --all parts verified----------> ENDED (0)
+ * Sender   OPEN --tail offered, all acked--------------------------------------> ENDED (0)
+ *            +-- cancel, peer cancel, nack, peer lost, lease
+ *                                     --> CLOSING --no send in flight-----------> ENDED
+ *
+ * Receiver WAITING --first offer--> MOVING --all parts verified----------------> ENDED (0)
  *            +------ cancel, peer cancel, bad digest, failed read, peer lost, lease
- *                                          --> CLOSING --no read in flight--> ENDED
+ *                                     --> CLOSING --no read in flight-----------> ENDED
  *
  * state     true in it                                      deadline
- * OPEN      offers may be added; pages held                  lease since the last ack (or offer or
- * touch while nothing is unacked) WAITING   pages reserved, nothing known of the sender      lease
- * since expect or touch MOVING    reads in flight or expected                      lease since the
- * last offer, read or touch CLOSING   no new read or send; the code is decided         none: the
- * link bounds its operations ENDED     nothing in flight; pages belong to the caller    -
+ * OPEN      offers may be added; pages held                 lease since the last ack (or offer or
+ *                                                           touch while nothing is unacked)
+ * WAITING   pages reserved, nothing known of the sender     lease since expect or touch
+ * MOVING    reads in flight or expected                     lease since the last offer, read, touch
+ * CLOSING   no new read or send; the code is decided        none: the link bounds its operations
+ * ENDED     nothing in flight; pages belong to the caller   -
  */
 #ifndef TOW_KV_XFER_H
 #define TOW_KV_XFER_H

@@ -1,9 +1,10 @@
 /* model/checkpoint.h - the tensors of a checkpoint folder, whichever of its files hold them.
  *
  * Why      One file, shards with an index, or several files without one: the loader above sees
- * names only. Holds    Every file the index names is there and open; every tensor it names is in
- * the file it names; no name is in two files; no file lies outside the folder. Errors   TOW_ENOENT
- * for missing files (first names, 'incomplete download'), TOW_EFORMAT, TOW_EIO.
+ *          names only.
+ * Holds    Every file the index names is there and open; every tensor it names is in the file it
+ *          names; no name is in two files; no file lies outside the folder.
+ * Errors   TOW_ENOENT for missing files (first names, 'incomplete download'), TOW_EFORMAT, TOW_EIO.
  */
 #ifndef MODEL_CHECKPOINT_H
 #define MODEL_CHECKPOINT_H

@@ -2,10 +2,11 @@
  *
  * Why      Weights are used where they lie in the map; nothing may point outside it, alias or miss.
  * Holds    An open file's header is valid JSON without duplicate keys; every tensor lies inside the
- * file; the tensors cover the data exactly, without hole or overlap; where the dtype is known the
- * range fits shape and dtype. Errors   TOW_EIO or TOW_EFORMAT, one line: file, tensor, expected,
- * found. Format   u64 LE header length; JSON {name: {dtype, shape, data_offsets}}; data. Alignment
- * is not promised.
+ *          file; the tensors cover the data exactly, without hole or overlap; where the dtype is
+ *          known the range fits shape and dtype.
+ * Errors   TOW_EIO or TOW_EFORMAT, one line: file, tensor, expected, found.
+ * Format   u64 LE header length; JSON {name: {dtype, shape, data_offsets}}; data. Alignment is not
+ *          promised.
  */
 #ifndef MODEL_SAFETENSORS_H
 #define MODEL_SAFETENSORS_H
@@ -83,8 +84,7 @@ int model_safetensors_writer_meta(struct model_safetensors_writer *w, const char
 int model_safetensors_writer_add(struct model_safetensors_writer *w, const char *name,
                                  enum model_dtype dtype, int32_t n_dims, const int64_t *dims,
                                  const void *data, struct tow_err *err);
-/* Writes path.tmp and renames it. Widest types first, so that every tensor is aligned to its type.
- */
+/* Writes path.tmp and renames it. Widest types first: each tensor is aligned to its type. */
 int model_safetensors_writer_write(const struct model_safetensors_writer *w, const char *path,
                                    struct tow_err *err);
 

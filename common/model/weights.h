@@ -1,14 +1,16 @@
-/* model/weights.h - a loaded checkpoint: every tensor of every layer as a view into the mapped
- * files.
+/* model/weights.h - a loaded checkpoint: each tensor of each layer as a view into the mapped files.
  *
  * Why      The forward pass asks for "layer 3, wq_a" and gets a kern_weight, whatever names and
- * formats the checkpoint uses: native, plain, NVFP4 experts, fp8 experts, Hugging Face names. Holds
- * After model_weights_open every tensor the shape asks for was found exactly once, with the dtype
- * and shape its role wants; every scale is finite and positive; every tid2eid entry is a valid
- * expert. Copies   None of a weight, except: F16 (widened to F32) and fp4 scales stored as F32
- * (turned into ue8m0; refused when they are no powers of two). Vectors of float32 are copied only
- * where the file has them misaligned or in another type. Errors   One line: file, tensor, expected,
- * found. Missing tensors: counts and the first names. Threads  Read-only after open. [any thread]
+ *          formats the checkpoint uses: native, plain, NVFP4 experts, fp8 experts, Hugging Face
+ *          names.
+ * Holds    After model_weights_open every tensor the shape asks for was found exactly once, with
+ *          the dtype and shape its role wants; every scale is finite and positive; every tid2eid
+ *          entry is a valid expert.
+ * Copies   None of a weight, except: F16 (widened to F32) and fp4 scales stored as F32 (turned into
+ *          ue8m0; refused when they are no powers of two). Vectors of float32 are copied only where
+ *          the file has them misaligned or in another type.
+ * Errors   One line: file, tensor, expected, found. Missing tensors: counts and the first names.
+ * Threads  Read-only after open. [any thread]
  */
 #ifndef MODEL_WEIGHTS_H
 #define MODEL_WEIGHTS_H

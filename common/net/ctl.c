@@ -1,20 +1,22 @@
 /* net/ctl.c - frames over nng byte streams, with nng's threads kept out of our objects.
  *
  * How      Every nng operation in flight is a `struct io`, which is its own queue node: nng's
- * callback appends it to the owner's `done` list and wakes the loop, nothing else. There is one
- * receive and one send per connection and one accept or dial per owner, so the list cannot overflow
- *          and needs no allocation. The loop's thread works it off, and then reaps what is closed
- * and has no operation in flight: only then comes on_close, and only then is memory freed.
+ *          callback appends it to the owner's `done` list and wakes the loop, nothing else. There
+ *          is one receive and one send per connection and one accept or dial per owner, so the list
+ *          cannot overflow and needs no allocation. The loop's thread works it off, and then reaps
+ *          what is closed and has no operation in flight: only then comes on_close, and only then
+ *          is memory freed.
  *
  *   dial/accept --> OPEN --finish--> FINISHING --sent, or 1 s--+
- *                    |  --close, error, eof, bad frame, --------+--> CLOSING --no io in flight-->
- * gone |    slow frame, too much unsent
+ *                    |                                         v
+ *                    +-- close, error, eof, bad frame,  --> CLOSING --no io in flight--> gone
+ *                        slow frame, too much unsent
  *
  * Rejected nng's message sockets (pair, req/rep): they reconnect and drop behind our back, while
- * here a lost connection has to end tickets. libuv's own TCP: two transports for tcp and ipc and
- * the name resolution that nng brings along; also nng keeps the door open for tls and ws streams.
- *          tow_inbox for completions: bounded, so a full one would have to be handled where nothing
- *          can be (in nng's callback); the intrusive list cannot be full.
+ *          here a lost connection has to end tickets. libuv's own TCP: two transports for tcp and
+ *          ipc and the name resolution that nng brings along; also nng keeps the door open for tls
+ *          and ws streams. tow_inbox for completions: bounded, so a full one would have to be
+ *          handled where nothing can be (in nng's callback); the intrusive list cannot be full.
  */
 #include "common/net/ctl.h"
 
@@ -111,8 +113,7 @@ struct net_ctl_dialer {
     uint32_t pause_ms;
 };
 
-/* --- completions --------------------------------------------------------------------------------
- */
+/* --- completions ------------------------------------------------------------------------------ */
 
 /* [nng's thread] */
 static void on_aio(void *arg)
@@ -144,8 +145,7 @@ static struct io *take_done(struct owner *o)
     return io;
 }
 
-/* --- a connection -------------------------------------------------------------------------------
- */
+/* --- a connection ----------------------------------------------------------------------------- */
 
 static void close_why(struct net_ctl *c, int code, const char *why)
 {
@@ -427,8 +427,7 @@ size_t net_ctl_unsent(const struct net_ctl *c)
     return c->unsent;
 }
 
-/* --- owners -------------------------------------------------------------------------------------
- */
+/* --- owners ----------------------------------------------------------------------------------- */
 
 static void server_accept(struct net_ctl_server *s);
 static void dialer_dial(struct net_ctl_dialer *d);
@@ -606,8 +605,7 @@ static void owner_close(struct owner *o)
     net_wake_up(o->wake);
 }
 
-/* --- server -------------------------------------------------------------------------------------
- */
+/* --- server ----------------------------------------------------------------------------------- */
 
 static void server_accept(struct net_ctl_server *s)
 {
@@ -677,8 +675,7 @@ void net_ctl_server_close(struct net_ctl_server *s)
     owner_close(&s->o);
 }
 
-/* --- dialer -------------------------------------------------------------------------------------
- */
+/* --- dialer ----------------------------------------------------------------------------------- */
 
 static void dialer_dial(struct net_ctl_dialer *d)
 {

@@ -3,10 +3,12 @@
  * Why      Router and workers speak in ordered messages per peer, and a closed connection is itself
  *          news. URLs are nng's: tcp://HOST:PORT, ipc://PATH.
  * Owner    The loop's thread: every call and every callback. nng's own threads only queue
- * completions. Holds    Per connection: frames arrive in order and whole; on_close comes exactly
- * once, as the last callback, and never inside the call that caused it; *c is valid until on_close
- * returns. Limits   A frame is refused by its type's cap before memory is taken for it; a frame
- * that stays incomplete for frame_ms, or unsent bytes above send_bytes, close the connection.
+ *          completions.
+ * Holds    Per connection: frames arrive in order and whole; on_close comes exactly once, as the
+ *          last callback, and never inside the call that caused it; *c is valid until on_close
+ *          returns.
+ * Limits   A frame is refused by its type's cap before memory is taken for it; a frame that stays
+ *          incomplete for frame_ms, or unsent bytes above send_bytes, close the connection.
  */
 #ifndef TOW_NET_CTL_H
 #define TOW_NET_CTL_H
@@ -36,9 +38,8 @@ struct net_ctl_config {       /* 0 means the default */
     uint32_t frame_ms;        /* longest time for one frame to come in whole (default 30000) */
     uint32_t max_connections; /* of a server; more are closed at once (default 1024) */
     uint32_t retry_min_ms;    /* first pause of a dialer (default 100), doubled up to ... */
-    uint32_t
-        retry_max_ms; /* ... this (default 5000); each pause is shortened by up to half at random */
-    uint32_t dial_ms; /* longest one attempt may take (default 5000) */
+    uint32_t retry_max_ms;    /* ... this (default 5000); each is cut by up to half at random */
+    uint32_t dial_ms;         /* longest one attempt may take (default 5000) */
 };
 
 /* A URL that cannot be listened on is TOW_ECONFIG, naming it. cfg may be NULL. */

@@ -1,29 +1,28 @@
-/* net/link.c - UCX behind a queue: what UCX reports inside of progress is noted, and told
- * afterwards.
+/* net/link.c - UCX behind a queue: what it reports inside of progress is noted and told afterwards.
  *
  * How      One context, one worker (thread mode single), features AM, RMA and WAKEUP. UCX calls
- * back in the middle of ucp_worker_progress(), where nothing may be closed; so each callback only
- * puts a note on `notes`, and net_link_progress() works the notes off when UCX has returned.
- *          Endpoints are made from worker addresses in peer error mode: a dead peer then ends every
- *          operation with an error, over shared memory and TCP alike.
+ *          back in the middle of ucp_worker_progress(), where nothing may be closed; so each
+ *          callback only puts a note on `notes`, and net_link_progress() works the notes off when
+ *          UCX has returned. Endpoints are made from worker addresses in peer error mode: a dead
+ *          peer then ends every operation with an error, over shared memory and TCP alike.
  *
  * UCX      Peer error mode quietly drops shared memory, whose transports by default do not claim to
  *          notice a dead peer: they do notice (keep-alive looks at the process), so their error
  *          handling is switched on (net_link_setup). Keep-alive runs each second instead of 20.
  *          Puts over TCP collapse with size, so nothing here puts: bytes are read (get) or received
- * as rendezvous messages.
+ *          as rendezvous messages.
  *
  * Sleeping Transports report through one event descriptor, which may be slept on only after
  *          ucp_worker_arm() said that nothing is pending. Events are dear while bytes move, so with
  *          operations in flight we poll, yielding the core; after SPIN_US without any progress the
  *          thread sleeps on the descriptor for at most a millisecond. With nothing in flight it
- * always sleeps. UCX 1.12 could leave the descriptor signalled for ever: after EMPTY_MAX wake-ups
- * in a row that brought nothing, it is looked at only once a millisecond.
+ *          always sleeps. UCX 1.12 could leave the descriptor signalled for ever: after EMPTY_MAX
+ *          wake-ups in a row that brought nothing, it is looked at only once a millisecond.
  *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
  *          UCX callbacks on whichever thread happened to progress. libuv around UCX's descriptor:
- * three handles (poll, prepare, idle) that must agree, for a thread that has nothing else to wait
- * for.
+ *          three handles (poll, prepare, idle) that must agree, for a thread that has nothing else
+ *          to wait for.
  */
 #include "common/net/link.h"
 
@@ -156,8 +155,7 @@ static void note_init(struct note *n, enum note_kind kind)
     n->kind = kind;
 }
 
-/* --- opening and closing ------------------------------------------------------------------------
- */
+/* --- opening and closing ---------------------------------------------------------------------- */
 
 /* By the environment, because that is where transports look for their settings in all versions
  * (ucp_config_modify() reaches them only in later ones). */
@@ -324,8 +322,7 @@ void net_link_stats(const struct net_link *link, struct net_link_stats *out)
     *out = link->stats;
 }
 
-/* --- operations ---------------------------------------------------------------------------------
- */
+/* --- operations ------------------------------------------------------------------------------- */
 
 static struct op *op_new(struct net_link *link, enum op_kind kind, struct net_ep *ep,
                          net_done_fn fn, void *arg, size_t bytes)
@@ -447,8 +444,7 @@ int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, c
     return 0;
 }
 
-/* --- receiving ----------------------------------------------------------------------------------
- */
+/* --- receiving -------------------------------------------------------------------------------- */
 
 static ucs_status_t on_am_message(void *arg, const void *header, size_t header_bytes, void *data,
                                   size_t bytes, const ucp_am_recv_param_t *param)
@@ -534,8 +530,7 @@ int net_bulk_take(struct net_bulk *b, void *local, net_done_fn on_done, void *ar
     return 0;
 }
 
-/* --- endpoints ----------------------------------------------------------------------------------
- */
+/* --- endpoints -------------------------------------------------------------------------------- */
 
 static void on_ucp_error(void *arg, ucp_ep_h ucp, ucs_status_t status)
 {
@@ -660,8 +655,7 @@ void net_ep_transport(const struct net_ep *ep, bool get, char *out, size_t cap)
     free(text);
 }
 
-/* --- memory -------------------------------------------------------------------------------------
- */
+/* --- memory ----------------------------------------------------------------------------------- */
 
 int net_region_new(struct net_link *link, size_t bytes, struct net_region **out,
                    struct tow_err *err)
@@ -745,8 +739,7 @@ void net_rkey_free(struct net_rkey *k)
     free(k);
 }
 
-/* --- running ------------------------------------------------------------------------------------
- */
+/* --- running ---------------------------------------------------------------------------------- */
 
 static void tell_op(struct net_link *link, struct op *op)
 {

@@ -1,11 +1,12 @@
 /* net/link.h - UCX: one worker, registered memory, endpoints, messages, and page reads.
  *
  * Why      Page bytes move by UCX over whatever joins two processes (shared memory, TCP, RDMA);
- * only this file knows UCX. Owner    One thread, the one that called net_link_open(); UCX is opened
- * for a single thread. Holds    Every operation that was started ends in exactly one callback,
- * never inside the call that started it, also when its endpoint fails or is closed: only then is
- * its memory free again. Hooks and callbacks run from net_link_progress(), outside of UCX, and may
- * call anything here but net_link_free().
+ *          only this file knows UCX.
+ * Owner    One thread, the one that called net_link_open(); UCX is opened for a single thread.
+ * Holds    Every operation that was started ends in exactly one callback, never inside the call
+ *          that started it, also when its endpoint fails or is closed: only then is its memory free
+ *          again. Hooks and callbacks run from net_link_progress(), outside of UCX, and may call
+ *          anything here but net_link_free().
  */
 #ifndef TOW_NET_LINK_H
 #define TOW_NET_LINK_H
@@ -28,8 +29,7 @@ typedef void (*net_done_fn)(void *arg, int code); /* 0 or TOW_E* */
 struct net_link_hooks {
     /* A small message, whole; borrowed until the hook returns. UCX does not say from whom. */
     void (*on_message)(void *arg, const void *frame, uint32_t bytes);
-    /* Bulk bytes wait at the sender; take or refuse them now or later. head: borrowed until return.
-     */
+    /* Bulk bytes wait at the sender; take or refuse them, now or later. head: until return. */
     void (*on_bulk)(void *arg, struct net_bulk *bulk, const void *head, uint32_t head_bytes,
                     uint64_t bytes);
     /* The endpoint is broken; the only thing left to do with it is net_ep_close(). */
@@ -96,8 +96,7 @@ int net_ep_get(struct net_ep *ep, struct net_rkey *k, uint64_t remote, void *loc
 /* The receiver decides where to; data must stay untouched until on_done. head is copied. */
 int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, const void *data,
                      size_t bytes, net_done_fn on_done, void *arg);
-/* The announced number of bytes goes to local. Either call consumes the bulk, also when it fails.
- */
+/* The announced number of bytes goes to local. Each call consumes the bulk, also when it fails. */
 int net_bulk_take(struct net_bulk *bulk, void *local, net_done_fn on_done, void *arg);
 void net_bulk_refuse(struct net_bulk *bulk);
 

@@ -2,9 +2,9 @@
  *
  * How      Every handle is a heap object with the uv handle first and a node in the loop's list, so
  *          that net_loop_free() can close what is left. A closed handle's callbacks are cut at
- * once; its memory goes when libuv has confirmed. Rejected Handles embedded in the callers'
- * structs: each caller would then have to keep its own memory until uv_close() has called back,
- * which is the classic mistake.
+ *          once; its memory goes when libuv has confirmed.
+ * Rejected Handles embedded in the callers' structs: each caller would then have to keep its own
+ *          memory until uv_close() has called back, which is the classic mistake.
  */
 #include "common/net/loop.h"
 

@@ -2,8 +2,8 @@
  *
  * Why      Every process has one control thread; whatever it waits for arrives through this loop.
  * Owner    The thread that calls net_loop_run(); a call usable elsewhere is marked [any thread].
- * Holds    Handles belong to the loop that made them. `close` is idempotent, never blocks and takes
- *          NULL; no callback of a handle comes after its close.
+ * Holds    Handles belong to the loop that made them. `close` takes NULL, never blocks and ends the
+ *          handle: no callback of it comes afterwards, and the pointer is dead.
  */
 #ifndef TOW_NET_LOOP_H
 #define TOW_NET_LOOP_H
@@ -17,8 +17,7 @@ struct tow_err;
 struct uv_loop_s;
 
 int net_loop_open(struct net_loop **out, struct tow_err *err);
-/* Closes what is still open (its callbacks no longer come), lets libuv finish, frees. NULL is fine.
- */
+/* Closes what is still open (its callbacks no longer come), lets libuv finish. NULL is fine. */
 void net_loop_free(struct net_loop *loop);
 void net_loop_run(struct net_loop *loop);  /* until net_loop_stop() */
 void net_loop_stop(struct net_loop *loop); /* from a callback */
@@ -28,8 +27,7 @@ uint64_t net_loop_now_ms(struct net_loop *loop); /* tow_now_ms() of this pass of
 /* Borrowed until net_loop_free(); for handles of the programs themselves. */
 struct uv_loop_s *net_loop_uv(struct net_loop *loop);
 
-/* Counts something whose tear-down needs the loop to go on for a while: +1 when opened, -1 when
- * gone. */
+/* Counts what needs the loop to go on for a while to be torn down: +1 when opened, -1 when gone. */
 void net_loop_hold(struct net_loop *loop, int delta);
 
 /* One shot or periodic. Made stopped. */

@@ -1,8 +1,8 @@
 /* net/peer.c - silence is counted in heartbeats since anything was heard last.
  *
  * How      The state follows from the times, so that a late tick (a stopped or busy process) gives
- * the same answer as many punctual ones. DEAD is final: whoever comes back does so on a new
- *          connection with a hello of its own, so nothing meant for the old one can reach it.
+ *          the same answer as many punctual ones. DEAD is final: whoever comes back does so on a
+ *          new connection with a hello of its own, so nothing meant for the old one can reach it.
  */
 #include "common/net/peer.h"
 

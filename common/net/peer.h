@@ -5,8 +5,9 @@
  *
  *   NEW --hello--> LIVE --2 heartbeats missed--> SUSPECT --heard--> LIVE
  *    |              |                               |
- *    +-- no hello in hello_ms, close, 5 missed -----+--> DEAD (final; a new connection is a new
- * peer)
+ *    +-- no hello in hello_ms, close, 5 missed -----+--> DEAD
+ *
+ *   DEAD is final: a new connection is a new peer.
  */
 #ifndef TOW_NET_PEER_H
 #define TOW_NET_PEER_H

@@ -1,11 +1,12 @@
 /* text/config.h - config.json and generation_config.json, checked.
  *
  * Why      Every size the engine allocates follows from these fields, so a value that cannot be
- * right is refused here, by file, field, value and right range, before anything is mapped. Forms
- * Two namings are read, also mixed as long as they agree: Hugging Face's (hidden_size, ...; also
- *          its newer layer_types, mlp_layer_types, compress_rates, rope_parameters) and the
- * released inference code's (dim, n_layers, ...). Unknown fields are ignored; null counts as
- * absent. Limits   TEXT_CONFIG_* below and the table in config.c.
+ *          right is refused here, by file, field, value and right range, before anything is mapped.
+ * Forms    Two namings are read, also mixed as long as they agree: Hugging Face's (hidden_size,
+ *          ...; also its newer layer_types, mlp_layer_types, compress_rates, rope_parameters) and
+ *          the released inference code's (dim, n_layers, ...). Unknown fields are ignored; null
+ *          counts as absent.
+ * Limits   TEXT_CONFIG_* below and the table in config.c.
  */
 #ifndef TEXT_CONFIG_H
 #define TEXT_CONFIG_H

@@ -181,8 +181,7 @@ static int hex4(const char *p)
     return v;
 }
 
-/* A \uXXXX at pos, with its second half where it needs one. Moves past it; *code is the character.
- */
+/* A \uXXXX at pos, with its second half where needed. Moves past it; *code is the character. */
 static int scan_unicode_escape(struct scan *s, uint32_t *code)
 {
     const char *p = s->text + s->pos;
@@ -885,8 +884,7 @@ static void shortest(double v, char *e, size_t cap)
         if (strtod(e, NULL) == v) return;
         int exp2;
         if (digits < 16 || fabs(frexp(v, &exp2)) != 0.5) continue;
-        /* A power of two has twice the room above it: the nearest 16 digits may miss, the next hit.
-         */
+        /* A power of two has twice the room above it: the nearest 16 digits may miss. */
         char *last = strchr(e, 'e') - 1;
         if (*last == '9') continue;
         ++*last;

@@ -1,16 +1,17 @@
 /* text/json.h - strict JSON: read, check, walk, write.
  *
  * Why      Requests, model configs, tokenizers and tool schemas are foreign JSON. cJSON builds the
- * tree, but it takes broken UTF-8, lone surrogates, repeated keys, deep nesting and numbers it
- * cannot hold. One linear pass before it refuses all that, and keeps the text of every number that
- * a double would change. Rules    RFC 8259 and nothing more. Refused besides: a byte order mark,
- * invalid UTF-8, lone surrogate escapes, U+0000 (raw or escaped), a key twice in one object (also
- * when written with escapes), numbers whose float value is not finite, numbers longer than
- * JSON_NUMBER_MAX characters, and whatever passes the limits below. No value is ever taken for
- * another type. Errors   TOW_EFORMAT for text that is not accepted: "json: byte 41:
- * messages[2].content: ...". TOW_ETOOBIG for max_bytes. TOW_EINVAL from the getters, naming field,
- * value and range. Owner    A tree belongs to whoever parsed it; a tree nobody changes may be read
- * from any thread.
+ *          tree, but it takes broken UTF-8, lone surrogates, repeated keys, deep nesting and
+ *          numbers it cannot hold. One linear pass before it refuses all that, and keeps the text
+ *          of every number that a double would change.
+ * Rules    RFC 8259 and nothing more. Refused besides: a byte order mark, invalid UTF-8, lone
+ *          surrogate escapes, U+0000 (raw or escaped), a key twice in one object (also when written
+ *          with escapes), numbers whose float value is not finite, numbers longer than
+ *          JSON_NUMBER_MAX characters, and whatever passes the limits below. No value is ever taken
+ *          for another type.
+ * Errors   TOW_EFORMAT for text that is not accepted: "json: byte 41: messages[2].content: ...".
+ *          TOW_ETOOBIG for max_bytes. TOW_EINVAL from the getters, naming field, value and range.
+ * Owner    A tree belongs to whoever parsed it; a tree nobody changes may be read from any thread.
  */
 #ifndef TOW_TEXT_JSON_H
 #define TOW_TEXT_JSON_H
@@ -22,8 +23,7 @@
 struct tow_buf;
 struct tow_err;
 
-/* One value of a tree; the root owns all below it. Members and elements are walked with JSON_EACH.
- */
+/* One value of a tree; the root owns all below it. Members and elements: JSON_EACH. */
 struct json;
 
 enum json_type { JSON_NULL, JSON_BOOL, JSON_NUMBER, JSON_STRING, JSON_ARRAY, JSON_OBJECT };
@@ -56,8 +56,7 @@ bool json_bool(const struct json *v, bool *out);
 bool json_int(const struct json *v, int64_t *out);
 bool json_double(const struct json *v, double *out);
 
-/* Linear walk: for (it = json_first(v); it; it = json_next(it)). NULL for scalars and empty ones.
- */
+/* Linear walk: for (it = json_first(v); it; it = json_next(it)). NULL for scalars, empty ones. */
 const struct json *json_first(const struct json *v);
 const struct json *json_next(const struct json *v);
 const char *json_key(const struct json *v); /* of an object's member, else NULL */
