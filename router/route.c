@@ -736,6 +736,12 @@ static void warmed(struct rtr_route *r, const struct run *run)
 
 /* --- workers come and go ---------------------------------------------------------------------------------- */
 
+/* Decode has all it needs once it streams: the link may have broken under the last ACK, say. */
+static bool needless(const struct run *run, int s)
+{
+    return s == P && run->state == STREAMING;
+}
+
 static struct run *next_hurt(struct rtr_route *r)
 {
     TOW_LIST_EACH (n, &r->runs) {
@@ -756,8 +762,7 @@ static void worker_lost(struct rtr_route *r, uint32_t slot, uint64_t now_ms,
         if (a->side[me].slot != slot || a->side[me].state == SIDE_OVER) continue;
         in_use |= a->side[me].state == SIDE_LIVE;
         side_over(r, a, me);
-        /* What streams needs its prefill worker no more. */
-        if (a->run && !(me == P && a->run->state == STREAMING)) a->run->hurt = true;
+        if (a->run && !needless(a->run, me)) a->run->hurt = true;
     }
     TOW_LIST_EACH (n, &r->runs) {
         struct run *run = TOW_CONTAINER(n, struct run, all);
@@ -878,9 +883,9 @@ static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct 
         worker(r, slot)->draining = true;
         requeue(r, run, 0, now_ms, out);
         break;
-    case TOW_ESTATE:
-        requeue(r, run, 0, now_ms, out);
-        break; /* the id was live there: take another */
+    case TOW_ESTATE: /* the id was live there: take another, but not for ever */
+        try_again(r, run, TOW_ESTATE, "its ticket was live already", now_ms, out);
+        break;
     default:
         fail_job(r, run, m->code < 0 ? m->code : TOW_EPEER, 0, "refused_by_worker",
                  wire_text_copy(m->note, text, sizeof text), now_ms, out);
@@ -912,6 +917,7 @@ static void on_failed(struct rtr_route *r, struct attempt *a, int s, const struc
         attempt_try_free(r, a);
         return;
     }
+    if (needless(run, s)) return;
     switch (code) {
     case TOW_EFULL:
     case TOW_EBUSY:
@@ -1040,7 +1046,7 @@ static void on_last_word(struct rtr_route *r, struct attempt *a, int s, bool don
     side_over(r, a, s);
     if (!run)
         attempt_try_free(r, a);
-    else if (!done)
+    else if (!done && !needless(run, s))
         try_again(r, run, TOW_ECANCEL, "a worker cancelled it by itself", now_ms, out);
 }
 

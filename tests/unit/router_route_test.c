@@ -474,6 +474,40 @@ static void test_route__stream_goes_on_elsewhere_after_loss_of_decode(void **sta
     teardown(&w);
 }
 
+/* What streams needs its prefill worker no more: its failure after that costs nobody anything. */
+static void test_route__prefill_that_fails_behind_a_stream_does_not_disturb_it(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    for (int i = 0; i < 2; i++) {
+        assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+        struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+        grant(&w, D1, t);
+        tokens(&w, D1, t, 0, 2);
+        if (i == 0)
+            failed(&w, P1, t, TOW_EPEER); /* the last ACK did not reach it */
+        else
+            cancelled(&w, P1, t);
+        assert_int_equal(w.acts.n, 0);
+        assert_int_equal(worker(&w, "p1")->tickets, 0);
+        tokens(&w, D1, t, 2, 4);
+        assert_int_equal(nth(&w, RTR_DO_TOKENS, 0, 0, 0)->msg.tokens.first, 2);
+        finish(&w, D1, t, 6, true);
+        assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+    }
+    assert_int_equal(worker(&w, "d1")->total_failures, 0);
+    struct rtr_route_stats s;
+    rtr_route_stats(w.route, &s);
+    assert_int_equal(s.retries, 0);
+    assert_int_equal(s.tickets, 0);
+    teardown(&w);
+}
+
 /* RT-06, KV-04: tokens that do not follow on are not passed on. */
 static void test_route__gap_in_the_tokens_goes_elsewhere(void **state)
 {
@@ -548,6 +582,7 @@ int main(void)
         cmocka_unit_test(test_route__busy_worker_is_tried_again_and_never_left_out),
         cmocka_unit_test(test_route__failing_worker_is_left_out_probed_and_comes_back),
         cmocka_unit_test(test_route__stream_goes_on_elsewhere_after_loss_of_decode),
+        cmocka_unit_test(test_route__prefill_that_fails_behind_a_stream_does_not_disturb_it),
         cmocka_unit_test(test_route__gap_in_the_tokens_goes_elsewhere),
         cmocka_unit_test(test_route__silence_makes_suspect_then_dead_and_drain_ends),
     };
