@@ -36,7 +36,6 @@ struct server {
     struct tow_err step_err;
     struct tow_gauge *g[8];
     struct tow_counter *c[8];
-    uint64_t seen[8];
 };
 enum { ROW = 4 + 8 * WIRE_MAX_TOP };
 
@@ -321,10 +320,7 @@ static void collect(void *self)
     const uint64_t c[] = {s.granted,   s.denied,      s.finished, s.failed,
                           s.cancelled, s.pushed_back, s.orphaned, s.output_tokens};
     for (int i = 0; i < 5; i++) tow_gauge_set(d->g[i], g[i]);
-    for (int i = 0; i < 8; i++) {
-        tow_counter_add(d->c[i], c[i] - d->seen[i]);
-        d->seen[i] = c[i];
-    }
+    for (int i = 0; i < 8; i++) tow_counter_follow(d->c[i], c[i]);
 }
 
 static void make_metrics(struct server *d)

@@ -38,7 +38,6 @@ struct server {
     uint32_t step_tokens;
     struct tow_gauge *g[5];
     struct tow_counter *c[8];
-    uint64_t seen[8];
 };
 
 static int64_t chunk_tokens = 512, max_pending_tokens = 262144;
@@ -385,10 +384,7 @@ static void collect(void *self)
     const uint64_t c[] = {s.accepted,  s.denied,   s.finished,      s.failed,
                           s.cancelled, s.orphaned, s.prompt_tokens, s.chunks};
     for (int i = 0; i < 5; i++) tow_gauge_set(p->g[i], g[i]);
-    for (int i = 0; i < 8; i++) {
-        tow_counter_add(p->c[i], c[i] - p->seen[i]);
-        p->seen[i] = c[i];
-    }
+    for (int i = 0; i < 8; i++) tow_counter_follow(p->c[i], c[i]);
 }
 
 static void make_metrics(struct server *p)

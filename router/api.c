@@ -687,22 +687,15 @@ static void reply_drain(struct rtr_api *a, struct rtr_exchange *x, const char *p
     reply(a, ROUTE_drain, x, 202, NULL, &b);
 }
 
-/* Counters that http_conn keeps are copied when someone looks. */
-static void copy_counter(struct tow_counter *c, uint64_t now)
-{
-    uint64_t had = tow_counter_value(c);
-    if (now > had) tow_counter_add(c, now - had);
-}
-
 static void reply_metrics(struct rtr_api *a, struct rtr_exchange *x)
 {
     const struct rtr_http_stats *s = rtr_http_peek_stats(a->http);
-    copy_counter(a->m_accepted, s->accepted);
-    copy_counter(a->m_full, s->refused_full);
-    copy_counter(a->m_bytes_in, s->bytes_in);
-    copy_counter(a->m_bytes_out, s->bytes_out);
-    copy_counter(a->m_cut, s->cut_off);
-    copy_counter(a->m_timed_out, s->timed_out);
+    tow_counter_follow(a->m_accepted, s->accepted);
+    tow_counter_follow(a->m_full, s->refused_full);
+    tow_counter_follow(a->m_bytes_in, s->bytes_in);
+    tow_counter_follow(a->m_bytes_out, s->bytes_out);
+    tow_counter_follow(a->m_cut, s->cut_off);
+    tow_counter_follow(a->m_timed_out, s->timed_out);
     tow_gauge_set(a->m_connections, s->connections);
     tow_gauge_set(a->m_buffered, (double)s->buffered);
     struct tow_buf b;

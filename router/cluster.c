@@ -54,7 +54,6 @@ struct rtr_cluster {
     struct rtr_logprob *top; /* owned [WIRE_MAX_BATCH * RTR_MAX_TOP] */
     struct tow_gauge *g[8];
     struct tow_counter *c[10];
-    uint64_t seen[10];
 };
 
 /* Time without our own pauses (SIGSTOP, a suspended machine): what came meanwhile lies unread, and nobody may be
@@ -402,10 +401,7 @@ static void collect(void *arg)
     const uint64_t counts[] = {s.started,  s.finished, s.failed,      s.cancelled, s.refused,
                                s.attempts, s.retries,  s.pushed_back, s.denied,    s.output_tokens};
     for (int i = 0; i < 8; i++) tow_gauge_set(c->g[i], gauges[i]);
-    for (int i = 0; i < 10; i++) {
-        tow_counter_add(c->c[i], counts[i] - c->seen[i]);
-        c->seen[i] = counts[i];
-    }
+    for (int i = 0; i < 10; i++) tow_counter_follow(c->c[i], counts[i]);
 }
 
 static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)

@@ -330,6 +330,12 @@ void tow_counter_add(struct tow_counter *c, uint64_t n)
     atomic_fetch_add_explicit(&c->value, n, memory_order_relaxed);
 }
 
+void tow_counter_follow(struct tow_counter *c, uint64_t total)
+{
+    uint64_t had = tow_counter_value(c);
+    if (total > had) tow_counter_add(c, total - had);
+}
+
 uint64_t tow_counter_value(const struct tow_counter *c)
 {
     return atomic_load_explicit(&c->value, memory_order_relaxed);

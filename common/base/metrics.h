@@ -45,6 +45,8 @@ int tow_metrics_check(struct tow_metrics *m, struct tow_err *err);
 
 /* [any thread] */
 void tow_counter_add(struct tow_counter *c, uint64_t n);
+/* Brings it up to a total that is counted elsewhere, never down. By one thread only. */
+void tow_counter_follow(struct tow_counter *c, uint64_t total);
 uint64_t tow_counter_value(const struct tow_counter *c);
 void tow_gauge_set(struct tow_gauge *g, double value);
 void tow_gauge_add(struct tow_gauge *g, double delta);

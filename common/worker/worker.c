@@ -63,7 +63,6 @@ struct work_own {
     struct tow_gauge *g_pages_free, *g_pages, *g_joined, *g_running_ms;
     struct tow_counter *c_steps, *c_sent, *c_received;
     struct tow_gauge *g_move[8];
-    uint64_t steps_seen;
 };
 
 /* ------------------------------------------------------------------ settings */
@@ -680,9 +679,7 @@ static void collect(void *arg)
     tow_gauge_set(o->g_pages_free, kv_pool_free_pages(w->pool));
     tow_gauge_set(o->g_joined, joined);
     tow_gauge_set(o->g_running_ms, (double)work_engine_running_ms(w->engine) / 1000.0);
-    uint64_t steps = work_engine_steps(w->engine);
-    tow_counter_add(o->c_steps, steps - o->steps_seen);
-    o->steps_seen = steps;
+    tow_counter_follow(o->c_steps, work_engine_steps(w->engine));
     kv_mover_stats(w->mover, &s);
     const double v[] = {s.peers_up,
                         s.tickets_live,

@@ -19,6 +19,22 @@ static char *print(struct tow_metrics *m)
     return tow_buf_take(&b);
 }
 
+static void test_tow_metrics__counter_follows_a_total_and_never_falls(void **state)
+{
+    (void)state;
+    struct tow_metrics *m;
+    assert_int_equal(tow_metrics_new(&m, NULL), 0);
+    struct tow_counter *c = tow_counter(m, "chunks_total", "chunks", NULL);
+    tow_counter_follow(c, 5);
+    tow_counter_follow(c, 5);
+    assert_int_equal(tow_counter_value(c), 5);
+    tow_counter_follow(c, 3); /* the other side began anew */
+    assert_int_equal(tow_counter_value(c), 5);
+    tow_counter_follow(c, 9);
+    assert_int_equal(tow_counter_value(c), 9);
+    tow_metrics_free(m);
+}
+
 static void test_tow_metrics__print_groups_families_and_escapes(void **state)
 {
     (void)state;
@@ -202,6 +218,7 @@ static void test_tow_metrics__updates_from_many_threads_all_count(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_tow_metrics__counter_follows_a_total_and_never_falls),
         cmocka_unit_test(test_tow_metrics__print_groups_families_and_escapes),
         cmocka_unit_test(test_tow_metrics__same_name_and_labels_give_the_same_handle),
         cmocka_unit_test(test_tow_metrics__bad_registrations_are_named_and_harmless),
