@@ -144,22 +144,18 @@ static void start_step(struct server *d, struct dec_seq *const *batch, uint32_t 
         /* The newest output is the next input; it joins the list that penalties look at. */
         if ((uint32_t)e->n_output < s->n_output) engine_push(e, (int32_t)s->token);
         d->ids[i] = (int32_t)s->token;
-        uint32_t topk = s->sampling.index_topk;
-        d->items[i] = (struct work_item){
-            .seq = {.n_rows = 1,
-                    .pos0 = s->n_cached,
-                    .page_ids = s->table.ids,
-                    .n_pages = (int32_t)s->table.n_pages,
-                    .tail = kv_pool_tail(d->w->pool, s->table.tail),
-                    .topk = topk == 0               ? model_peek_options(d->w->model)->index_topk
-                            : topk > MODEL_MAX_TOPK ? MODEL_MAX_TOPK
-                                                    : (int32_t)topk},
-            .ids = &d->ids[i],
-            .sample = true,
-            .sampling = e->sampling,
-            .output = e->output,
-            .n_output = e->n_output,
-            .index = s->n_output};
+        d->items[i] = (struct work_item){.seq = {.n_rows = 1,
+                                                 .pos0 = s->n_cached,
+                                                 .page_ids = s->table.ids,
+                                                 .n_pages = (int32_t)s->table.n_pages,
+                                                 .tail = kv_pool_tail(d->w->pool, s->table.tail),
+                                                 .topk = work_topk(d->w, s->sampling.index_topk)},
+                                         .ids = &d->ids[i],
+                                         .sample = true,
+                                         .sampling = e->sampling,
+                                         .output = e->output,
+                                         .n_output = e->n_output,
+                                         .index = s->n_output};
     }
     d->step = (struct work_step){.items = d->items, .n = (int32_t)n, .err = &d->step_err};
     int rc = work_engine_submit(d->w->engine, &d->step);

@@ -126,22 +126,18 @@ static void start_chunk(struct server *p, const struct pre_action *a)
 {
     struct pre_job *j = a->job;
     struct engine_job *e = j->user;
-    uint32_t topk = j->sampling.index_topk;
-    p->item =
-        (struct work_item){.seq = {.n_rows = (int32_t)a->n,
-                                   .pos0 = a->from,
-                                   .page_ids = j->table.ids,
-                                   .n_pages = (int32_t)j->table.n_pages,
-                                   .tail = kv_pool_tail(p->w->pool, j->table.tail),
-                                   .topk = topk == 0 ? model_peek_options(p->w->model)->index_topk
-                                           : topk > MODEL_MAX_TOPK ? MODEL_MAX_TOPK
-                                                                   : (int32_t)topk},
-                           .ids = (const int32_t *)j->tokens + a->from,
-                           .sample = a->last,
-                           .sampling = e->sampling,
-                           .output = (const int32_t *)j->tokens + j->n_prompt,
-                           .n_output = (int32_t)(j->n_tokens - j->n_prompt),
-                           .index = j->n_tokens - j->n_prompt};
+    p->item = (struct work_item){.seq = {.n_rows = (int32_t)a->n,
+                                         .pos0 = a->from,
+                                         .page_ids = j->table.ids,
+                                         .n_pages = (int32_t)j->table.n_pages,
+                                         .tail = kv_pool_tail(p->w->pool, j->table.tail),
+                                         .topk = work_topk(p->w, j->sampling.index_topk)},
+                                 .ids = (const int32_t *)j->tokens + a->from,
+                                 .sample = a->last,
+                                 .sampling = e->sampling,
+                                 .output = (const int32_t *)j->tokens + j->n_prompt,
+                                 .n_output = (int32_t)(j->n_tokens - j->n_prompt),
+                                 .index = j->n_tokens - j->n_prompt};
     p->step = (struct work_step){.items = &p->item, .n = 1, .err = &p->step_err};
     p->step_tokens = a->n;
     int rc = work_engine_submit(p->w->engine, &p->step);

@@ -948,6 +948,13 @@ void work_sampling(const struct wire_sampling *s, struct model_bias *bias,
                                    .n_bias = (int32_t)n};
 }
 
+int32_t work_topk(const struct work *w, uint32_t asked)
+{
+    const struct model_options *o = model_peek_options(w->model);
+    if (asked == 0) return o->index_topk;
+    return asked > (uint32_t)o->max_topk ? o->max_topk : (int32_t)asked;
+}
+
 uint32_t work_pack_logprobs(const struct model_choice *c, uint8_t n_top, void *out)
 {
     struct wire_writer w = {.data = out, .cap = 4 + 8u * n_top};
