@@ -26,7 +26,6 @@ struct server {
     struct dec_actions actions;
     struct dec_event later[MAX_LATER]; /* ends of moves that could not even start */
     int n_later;
-    bool busy; /* inside perform() */
     struct work_step step;
     struct work_item *items;  /* owned [max_batch] */
     int32_t *ids;             /* owned [max_batch] */
@@ -178,6 +177,7 @@ static void perform(struct server *d)
                 struct tow_err err;
                 tow_fail(&err, TOW_ENOMEM, "no memory for a sequence");
                 work_die(d->w, &err);
+                return;
             }
             break;
         case DEC_DO_CLOSE: engine_close(a->seq); break;

@@ -193,6 +193,7 @@ static void perform(struct server *p)
                 struct tow_err err;
                 tow_fail(&err, TOW_ENOMEM, "no memory for a job");
                 work_die(p->w, &err);
+                return;
             }
             break;
         case PRE_DO_CLOSE: close_engine(a->job); break;

@@ -831,6 +831,7 @@ static void stop_all(struct work *w)
     void *self = o->self;
     o->self = NULL;
     if (self) w->role->stop(self);
+    kv_pool_free(w->pool); /* the role has given all pages back */
     net_timer_close(o->tick);
     net_timer_close(o->leave);
     net_timer_close(o->watchdog);
@@ -905,7 +906,6 @@ int work_run(const struct work_role *role, int argc, char **argv)
         }
         if (rc < 0) tow_error("%s", err.msg);
         stop_all(w);
-        if (w->pool && rc == 0) kv_pool_free(w->pool);
     } else if (rc == 0) {
         if (what == TOW_OPTS_CHECK) {
             struct text_config cfg;
