@@ -16,6 +16,7 @@
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/base/hash.h"
+#include "common/text/utf8.h"
 
 #include <cjson/cJSON.h>
 #include <float.h>
@@ -42,26 +43,11 @@ static const struct json *value(const cJSON *n)
     return (const struct json *)(const void *)n;
 }
 
-/* ---- UTF-8 ---- */
-
 int json_utf8_len(const char *p, size_t n)
 {
-    const unsigned char *s = (const unsigned char *)p;
-    unsigned char c = s[0];
-    if (c < 0x80) return 1;
-    if (c < 0xc2) return 0;
-    if (c < 0xe0) return n >= 2 && (s[1] & 0xc0) == 0x80 ? 2 : 0;
-    if (c < 0xf0) {
-        if (n < 3 || (s[1] & 0xc0) != 0x80 || (s[2] & 0xc0) != 0x80) return 0;
-        if (c == 0xe0 && s[1] < 0xa0) return 0; /* overlong */
-        if (c == 0xed && s[1] > 0x9f) return 0; /* surrogate */
-        return 3;
-    }
-    if (c > 0xf4 || n < 4) return 0;
-    if ((s[1] & 0xc0) != 0x80 || (s[2] & 0xc0) != 0x80 || (s[3] & 0xc0) != 0x80) return 0;
-    if (c == 0xf0 && s[1] < 0x90) return 0; /* overlong */
-    if (c == 0xf4 && s[1] > 0x8f) return 0; /* past U+10FFFF */
-    return 4;
+    uint32_t cp;
+    int k = text_utf8_next((const uint8_t *)p, n, &cp);
+    return k > 0 ? k : 0;
 }
 
 /* ---- the checking pass ---- */
