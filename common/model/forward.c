@@ -483,7 +483,7 @@ static void experts(struct pass *p, int32_t at, const struct model_layer *L)
     tap(p, at, "ffn_out", act_elem(m), m->s.y, s->D);
 }
 
-static void block(struct pass *p, int32_t at, const struct model_layer *L)
+static void run_layer(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
     const struct model_shape *s = &m->w->shape;
@@ -585,7 +585,7 @@ int model_forward(struct model *m, const struct model_batch *b, struct tow_err *
     else
         OP(&p, embed, .ids = b->ids, .w = m->w->embed, .out = m->s.h, .T = b->T, .hc = s->hc,
            .act = m->act);
-    for (int32_t i = first; i < last; i++) block(&p, i, &m->w->layers[i]);
+    for (int32_t i = first; i < last; i++) run_layer(&p, i, &m->w->layers[i]);
     head(&p, &m->w->hc_head, &m->w->norm);
     rc = finish(&p, err);
     if (rc == 0)
@@ -616,7 +616,7 @@ int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
     linear_rows(&p, m->s.mtp_in, m->act, &w->h_proj, m->s.h, m->act, b->T * s->hc);
     OP(&p, mtp_mix, .e = m->s.y, .g = m->s.h, .out = m->s.h, .T = b->T, .hc = s->hc, .D = s->D,
        .act = m->act);
-    block(&p, s->n_layers, &m->w->layers[s->n_layers]);
+    run_layer(&p, s->n_layers, &m->w->layers[s->n_layers]);
     head(&p, &w->hc_head, &w->norm);
     rc = finish(&p, err);
     if (rc == 0)

@@ -53,7 +53,7 @@ enum model_elem { MODEL_ELEM_F32, MODEL_ELEM_BF16, MODEL_ELEM_I32 };
 struct model_tap {
     /* Names are the goldens': "hidden" [T, hc*D], "experts" "expert_weights" [T, k], "expert_margin" [T, 1],
      * "index_scores" [T, entries], "index_selected" [T, sel_ld], "index_margin" [T, 1], and the compressors' rows
-     * "main.kv" "main.gate" "index.kv" "index.gate" [T, c*e] before the position bias; intermediates of a block
+     * "main.kv" "main.gate" "index.kv" "index.gate" [T, c*e] before the position bias; intermediates of a layer
      * (trace files): "attn_collapsed", "attn_x", "qr", "q", "kv", "index_q", "index_weights", "o_raw", "o", "o_low",
      * "attn_out", "streams_mid", "ffn_x", "routed_out", "shared_act", "shared_out", "ffn_out". */
     void (*on_tensor)(void *ctx, int32_t layer, const char *name, enum model_elem elem,
