@@ -2,17 +2,21 @@
 #include "common/base/log.h"
 
 #include <errno.h>
+#include <poll.h>
+#include <pthread.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { LINE_BYTES = 2048 };
+enum { LINE_BYTES = 2048, END_BYTES = 32 }; /* END_BYTES: room for what ends a line; a line is below PIPE_BUF */
 
 static const char         *log_program = "towpath";
 static enum tow_log_level  log_level = TOW_LOG_INFO;
 static enum tow_log_format log_format = TOW_LOG_TEXT;
+static pthread_mutex_t     write_lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned            lost_lines; /* since the last that was written; under write_lock */
 static const char *const   level_names[] = {"error", "warn", "info", "debug"};
 
 void tow_log_init(const char *program, enum tow_log_level level, enum tow_log_format format)
@@ -75,6 +79,29 @@ static size_t copy_clean(char *dst, size_t cap, const char *src, int json)
     return o;
 }
 
+/* A full pipe that nobody reads must not stop the server: the line is dropped, and the next one says so.
+ * The lock keeps another thread from taking the room that poll() saw. */
+static void write_line(char *line, size_t n)
+{
+    pthread_mutex_lock(&write_lock);
+    struct pollfd p = {.fd = STDERR_FILENO, .events = POLLOUT};
+    if (poll(&p, 1, 0) == 0) {
+        lost_lines++;
+    } else {
+        if (lost_lines && log_format == TOW_LOG_JSON)
+            n += (size_t)snprintf(line + n, END_BYTES, ",\"lost_lines\":%u}", lost_lines);
+        else if (lost_lines)
+            n += (size_t)snprintf(line + n, END_BYTES, " (%u lines lost)", lost_lines);
+        else if (log_format == TOW_LOG_JSON)
+            line[n++] = '}';
+        line[n++] = '\n';
+        lost_lines = 0;
+        ssize_t ignored = write(STDERR_FILENO, line, n); /* a closed log is no reason either */
+        (void)ignored;
+    }
+    pthread_mutex_unlock(&write_lock);
+}
+
 void tow_log(enum tow_log_level level, const char *fmt, ...)
 {
     if (level > log_level) return;
@@ -97,16 +124,12 @@ void tow_log(enum tow_log_level level, const char *fmt, ...)
     if (log_format == TOW_LOG_JSON) {
         o = (size_t)snprintf(line, sizeof line, "{\"time\":\"%s\",\"level\":\"%s\",\"program\":\"%s\",\"msg\":\"", when,
                              level_names[level], log_program);
-        o += copy_clean(line + o, sizeof line - o - 4, raw, 1);
+        o += copy_clean(line + o, sizeof line - o - END_BYTES - 2, raw, 1);
         line[o++] = '"';
-        line[o++] = '}';
     } else {
         o = (size_t)snprintf(line, sizeof line, "%s %s %s: ", when, level_names[level], log_program);
-        o += copy_clean(line + o, sizeof line - o - 4, raw, 0);
+        o += copy_clean(line + o, sizeof line - o - END_BYTES - 2, raw, 0);
     }
-    line[o++] = '\n';
-    /* A full or closed log must not stop the server. */
-    ssize_t ignored = write(STDERR_FILENO, line, o);
-    (void)ignored;
+    write_line(line, o);
     errno = saved;
 }

@@ -2,6 +2,7 @@
  *
  * Rules    Lower case, ids first ("req 4f2a: worker p0 lost"). Never prompt text, never a secret.
  * Threads  [any thread]; a line is written with one write(2), so lines never mix.
+ * Blocks   Never: what a full pipe does not take is lost, and the next line says how many were.
  */
 #ifndef TOW_BASE_LOG_H
 #define TOW_BASE_LOG_H
