@@ -979,7 +979,7 @@ void model_weights_close(struct model_weights *w)
 
 static void print_config(struct tow_buf *b, const struct text_config *c)
 {
-    tow_buf_printf(b, "towpath-model-1 %d %d %d %d %d %d %d %d %d %d %d %d %d %d", c->hidden_size,
+    tow_buf_printf(b, "towpath-model-2 %d %d %d %d %d %d %d %d %d %d %d %d %d %d", c->hidden_size,
                    c->vocab_size, c->n_layers, c->n_heads, c->head_dim, c->rope_dim, c->q_lora_rank,
                    c->o_groups, c->o_lora_rank, c->window, c->index_heads, c->index_dim,
                    c->index_topk, c->n_mtp);
@@ -995,6 +995,14 @@ static void print_config(struct tow_buf *b, const struct text_config *c)
     tow_buf_printf(b, " %d %d %d\n", c->fp8, (int)c->experts, c->tie_embeddings);
 }
 
+/* Revisions of one model have the same shapes; what training moved, it moved everywhere. */
+static uint64_t hash_sample(const struct model_tensor *t, uint64_t h)
+{
+    enum { SAMPLE_BYTES = 64 };
+    size_t n = t->bytes < SAMPLE_BYTES ? (size_t)t->bytes : SAMPLE_BYTES;
+    return n ? tow_hash64_seed((const char *)t->data + (t->bytes - n) / 2, n, h) : h;
+}
+
 static void fingerprint(const struct text_config *c, const struct model_checkpoint *ck,
                         char out[MODEL_FINGERPRINT_CHARS])
 {
@@ -1008,7 +1016,7 @@ static void fingerprint(const struct text_config *c, const struct model_checkpoi
         tow_buf_clear(&b);
         tow_buf_printf(&b, "%s %s %s %" PRIu64 "\n", t->name, t->dtype_name,
                        model_tensor_shape_text(t, shape, sizeof shape), t->bytes);
-        h = tow_hash64_seed(b.data, b.len, h);
+        h = hash_sample(t, tow_hash64_seed(b.data, b.len, h));
     }
     tow_buf_fini(&b);
     snprintf(out, MODEL_FINGERPRINT_CHARS, "%016" PRIx64, h);

@@ -97,12 +97,12 @@ int model_weights_open(struct model_weights **out, const char *dir,
                        const struct model_weights_options *options, struct tow_err *err);
 void model_weights_close(struct model_weights *w); /* NULL is fine */
 
-/* XXH3 over the config's fields and every tensor's name, dtype, shape and size: 16 hex digits. Two
- * folders with the same fingerprint hold the same model in the same form, up to the weights'
- * values. Reads headers only. */
+/* XXH3 over the config's fields, every tensor's name, dtype, shape and size, and 64 bytes from the
+ * middle of each: 16 hex digits. Two folders with the same fingerprint hold the same revision of
+ * the same model in the same form. It does not find a damaged byte: that needs all of them read. */
 enum { MODEL_FINGERPRINT_CHARS = 17 };
 void model_weights_fingerprint(const struct model_weights *w, char out[MODEL_FINGERPRINT_CHARS]);
-/* The same from the folder, for a process that does not run the model. Reads headers only. */
+/* The same from the folder, for a process that does not run the model. */
 int model_fingerprint(const char *dir, char out[MODEL_FINGERPRINT_CHARS], struct tow_err *err);
 
 #endif

@@ -575,7 +575,7 @@ static void test_weights__a_tensor_under_both_names_is_refused(void **state)
     ckpt_fini(&c);
 }
 
-static void test_fingerprint__says_form_and_shape_not_sharding(void **state)
+static void test_fingerprint__says_form_shape_and_revision_not_sharding(void **state)
 {
     (void)state;
     struct ckpt a, b, d;
@@ -584,6 +584,7 @@ static void test_fingerprint__says_form_and_shape_not_sharding(void **state)
     ckpt_init(&a, CKPT_NATIVE);
     ckpt_init(&b, CKPT_NATIVE);
     ckpt_init(&d, CKPT_NVFP4);
+    for (size_t i = 0; i < a.n; i++) memcpy(b.v[i].data, a.v[i].data, a.v[i].bytes);
     ckpt_write(&a, 1);
     ckpt_write(&b, 4);
     ckpt_write(&d, 1);
@@ -595,6 +596,12 @@ static void test_fingerprint__says_form_and_shape_not_sharding(void **state)
     assert_string_equal(fa, fb);
     assert_int_equal(model_fingerprint(d.dir, fd, &err), 0);
     assert_string_not_equal(fa, fd);
+    struct ckpt_tensor *norm =
+        ckpt_get(&b, "norm.weight"); /* trained on: other values, same shapes */
+    for (size_t i = 0; i < norm->bytes; i++) norm->data[i] ^= 1;
+    ckpt_write(&b, 4);
+    assert_int_equal(model_fingerprint(b.dir, fb, &err), 0);
+    assert_string_not_equal(fa, fb);
     char *theta = strstr(a.config, "160000");
     assert_non_null(theta);
     theta[0] = '2';
@@ -640,7 +647,7 @@ int main(void)
         cmocka_unit_test(test_weights__expert_ids_of_the_hash_table_are_checked),
         cmocka_unit_test(test_weights__f16_and_misaligned_vectors_are_widened),
         cmocka_unit_test(test_weights__a_tensor_under_both_names_is_refused),
-        cmocka_unit_test(test_fingerprint__says_form_and_shape_not_sharding),
+        cmocka_unit_test(test_fingerprint__says_form_shape_and_revision_not_sharding),
         cmocka_unit_test(test_weights__an_empty_or_absent_folder_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
