@@ -37,7 +37,7 @@ struct router {
     uint32_t heartbeat_ms;
     uint64_t next_heartbeat_ms;
     uint64_t incarnation; /* of the router, while welcomed */
-    bool told;            /* that it cannot be reached: once, not at each retry */
+    bool told; /* how it is: reached, refused, lost or, once and not at each retry, not reached */
     char last_refusal[256];
 };
 
@@ -426,6 +426,7 @@ static void on_open(void *arg, struct net_ctl *c)
                                   .status_url = wire_text(status),
                                   .facts = {facts, (uint32_t)fw.len}};
     r->link = c;
+    r->told = true;
     send_frame(w, c, &m);
 }
 
@@ -499,7 +500,6 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
         }
         r->owner = ++w->own->next_owner;
         r->incarnation = m.welcome.router_incarnation;
-        r->told = false;
         r->heartbeat_ms = m.welcome.heartbeat_ms ? m.welcome.heartbeat_ms : 1000;
         r->last_refusal[0] = 0;
         tow_info("%s: joined router %s, heartbeat %u ms", w->name, r->url, r->heartbeat_ms);
