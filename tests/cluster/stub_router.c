@@ -9,6 +9,8 @@
  * Choice i leaves out the last i tokens. ignore_eos repeats the tokens up to max_tokens.
  * Counts of what it is doing are in /metrics: towpath_stub_running, towpath_stub_cancelled.
  *
+ * spin=1: never sleeps between its ticks of 1 ms, so that a benchmark sees the front half alone.
+ *
  * usage: stub_router TOKENIZER_JSON PORT_FILE [key=value...]
  */
 #include "common/base/buf.h"
@@ -232,11 +234,19 @@ static const struct rtr_backend backend = {
 static struct rtr_api *api;
 static uv_timer_t tick;
 static uv_signal_t term;
+static uv_idle_t spin;
+
+static void on_spin(uv_idle_t *idle)
+{
+    (void)idle;
+    on_tick(&tick);
+}
 
 static void on_api_closed(void *arg)
 {
     (void)arg;
     uv_close((uv_handle_t *)&tick, NULL);
+    uv_close((uv_handle_t *)&spin, NULL);
     uv_close((uv_handle_t *)&term, NULL);
 }
 
@@ -259,6 +269,7 @@ int main(int argc, char **argv)
     struct rtr_api_config c;
     struct text_tokenizer *tok;
     uv_loop_t loop;
+    bool spins = false;
     if (argc < 3) return 2;
     tow_log_init("stub_router", TOW_LOG_INFO, TOW_LOG_TEXT);
     signal(SIGPIPE, SIG_IGN);
@@ -281,6 +292,7 @@ int main(int argc, char **argv)
         if (!strcmp(argv[i], "request_ms")) c.limits.request_ms = number;
         if (!strcmp(argv[i], "max_unsent")) c.limits.max_unsent_bytes = number;
         if (!strcmp(argv[i], "ready")) stub.ready = number;
+        if (!strcmp(argv[i], "spin")) spins = number;
     }
     stub.context = c.context_length;
     tow_list_init(&stub.running);
@@ -294,6 +306,8 @@ int main(int argc, char **argv)
     uv_loop_init(&loop);
     uv_timer_init(&loop, &tick);
     uv_timer_start(&tick, on_tick, 1, 1);
+    uv_idle_init(&loop, &spin);
+    if (spins) uv_idle_start(&spin, on_spin);
     uv_signal_init(&loop, &term);
     uv_signal_start(&term, on_term, SIGTERM);
     if (rtr_api_open(&api, &loop, &c, tok, &backend, &stub, &err) < 0) fail(&err);
