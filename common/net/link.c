@@ -275,33 +275,37 @@ void net_link_free(struct net_link *link)
     uint64_t until = tow_now_ms() + FREE_MS;
     while ((!tow_list_empty(&link->eps) || !tow_list_empty(&link->ops)) && tow_now_ms() < until)
         if (!net_link_progress(link)) sched_yield();
-    /* UCX owes these callbacks still; it is about to be destroyed and will not make them. */
-    TOW_LIST_EACH_SAFE (n, &link->ops) {
+    /* UCX owes these callbacks still; the owners hear of their end now. */
+    TOW_LIST_EACH (n, &link->ops) {
         struct op *op = TOW_CONTAINER(n, struct op, in_link);
-        if (op->fn) op->fn(op->arg, TOW_ECANCEL);
-        tow_list_remove(n);
-        tow_list_remove(&op->note.node);
-        op_free(op);
+        net_done_fn fn = op->fn;
+        op->fn = NULL;
+        if (fn) fn(op->arg, TOW_ECANCEL);
     }
+    while (!tow_list_empty(&link->bulks)) /* those that came meanwhile */
+        net_bulk_refuse(TOW_CONTAINER(link->bulks.next, struct net_bulk, in_link));
+    TOW_LIST_EACH (n, &link->eps) {
+        struct net_ep *ep = TOW_CONTAINER(n, struct net_ep, in_link);
+        TOW_LIST_EACH_SAFE (r, &ep->rkeys) net_rkey_free(TOW_CONTAINER(r, struct net_rkey, in_ep));
+    }
+    ucp_worker_release_address(link->worker, link->address);
+    ucp_worker_destroy(link->worker);
+    /* The worker may have made callbacks and moved bytes to its last moment: only now may the
+     * memory go that they name. */
     TOW_LIST_EACH_SAFE (n, &link->notes) {
         struct note *note = TOW_CONTAINER(n, struct note, node);
         tow_list_remove(n);
-        if (note->kind == NOTE_MESSAGE)
-            free(TOW_CONTAINER(note, struct message, note));
-        else if (note->kind == NOTE_BULK)
-            bulk_drop(TOW_CONTAINER(note, struct net_bulk, note));
+        if (note->kind == NOTE_MESSAGE) free(TOW_CONTAINER(note, struct message, note));
     }
-    TOW_LIST_EACH_SAFE (n, &link->eps) {
-        struct net_ep *ep = TOW_CONTAINER(n, struct net_ep, in_link);
-        TOW_LIST_EACH_SAFE (r, &ep->rkeys) net_rkey_free(TOW_CONTAINER(r, struct net_rkey, in_ep));
-        tow_list_remove(n);
-        free(ep);
+    TOW_LIST_EACH_SAFE (n, &link->ops) {
+        struct op *op = TOW_CONTAINER(n, struct op, in_link);
+        free(op->copy);
+        free(op);
     }
+    TOW_LIST_EACH_SAFE (n, &link->free_ops) free(TOW_CONTAINER(n, struct op, in_link));
+    TOW_LIST_EACH_SAFE (n, &link->eps) free(TOW_CONTAINER(n, struct net_ep, in_link));
     TOW_LIST_EACH_SAFE (n, &link->regions)
         net_region_free(link, TOW_CONTAINER(n, struct net_region, in_link));
-    TOW_LIST_EACH_SAFE (n, &link->free_ops) free(TOW_CONTAINER(n, struct op, in_link));
-    ucp_worker_release_address(link->worker, link->address);
-    ucp_worker_destroy(link->worker);
     ucp_cleanup(link->context);
     free(link);
 }
