@@ -7,15 +7,14 @@
 #include "router/registry.h"
 
 #include "common/base/err.h"
+#include "common/net/peer.h"
 
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define SUSPECT_AFTER 2u /* heartbeats missed */
-#define DEAD_AFTER    5u
-#define PAUSE_MIN_MS  1000u
-#define PAUSE_MAX_MS  8000u
+#define PAUSE_MIN_MS 1000u
+#define PAUSE_MAX_MS 8000u
 
 void rtr_registry_init(struct rtr_registry *g, uint32_t heartbeat_ms, uint32_t stall_ms,
                        const char *join_token)
@@ -124,7 +123,7 @@ static bool token_matches(const struct rtr_registry *g, struct wire_bytes theirs
 
 static bool is_silent(const struct rtr_registry *g, const struct rtr_worker *w, uint64_t now_ms)
 {
-    return now_ms > w->heard_ms + (uint64_t)SUSPECT_AFTER * g->heartbeat_ms;
+    return now_ms > w->heard_ms + (uint64_t)NET_PEER_SUSPECT_AFTER * g->heartbeat_ms;
 }
 
 int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m, uint64_t now_ms,
@@ -290,7 +289,7 @@ void rtr_registry_beat(struct rtr_registry *g, uint32_t slot, const struct wire_
 bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, const char **why)
 {
     struct rtr_worker *w = &g->workers[slot];
-    if (now_ms > w->heard_ms + (uint64_t)DEAD_AFTER * g->heartbeat_ms) {
+    if (now_ms > w->heard_ms + (uint64_t)NET_PEER_DEAD_AFTER * g->heartbeat_ms) {
         *why = "5 heartbeats missed";
         return false;
     }
