@@ -114,7 +114,7 @@ struct job {
     struct rtr_ask *ask;
     struct rtr_output **outputs; /* [n_choices], owned */
     bool *first_sent;            /* [n_choices] */
-    struct rtr_ticket *ticket;
+    struct rtr_accepted *accepted;
     uint32_t n_left; /* choices that go on */
     bool stream_open, first_token;
     uint64_t start_ms, wrote_ms;
@@ -314,7 +314,7 @@ static void emit(struct job *j, uint32_t choice)
 static void settle(struct job *j, bool failed, bool alive)
 {
     if (failed || tow_buf_failed(&j->out)) {
-        if (alive) j->api->backend.cancel(j->api->self, j->ticket);
+        if (alive) j->api->backend.cancel(j->api->self, j->accepted);
         tow_buf_clear(&j->out);
         fail_memory(j);
     } else if (!j->n_left) {
@@ -335,7 +335,7 @@ static void on_tokens(void *ctx, const struct rtr_tokens *t)
     }
     bool ended = rtr_output_push(o, t);
     if (ended) {
-        a->backend.cancel_choice(a->self, j->ticket, t->choice);
+        a->backend.cancel_choice(a->self, j->accepted, t->choice);
         j->n_left--;
     }
     emit(j, t->choice);
@@ -375,7 +375,7 @@ static void submit(struct job *j)
         tow_fail(&r.err, TOW_ENOMEM, "out of memory for this request");
         r.retry_after_s = 1;
     }
-    if (!good || a->backend.submit(a->self, &j->ask->req, &sink, j, &j->ticket, &r) < 0) {
+    if (!good || a->backend.submit(a->self, &j->ask->req, &sink, j, &j->accepted, &r) < 0) {
         reply_refusal(a, j->route, let_go(j), &r);
         free_job(j);
         return;
@@ -523,10 +523,10 @@ static void on_gone(void *ctx, struct rtr_exchange *x)
     if (!j) return;
     tow_counter_add(a->m_by_client, 1);
     j->x = NULL;
-    if (!j->ticket) return; /* at the pool: freed when that is done */
+    if (!j->accepted) return; /* at the pool: freed when that is done */
     tow_counter_add(a->m_cancelled, 1);
     tow_debug("req %s: cancelled by client", j->ask->req.id);
-    a->backend.cancel(a->self, j->ticket);
+    a->backend.cancel(a->self, j->accepted);
     free_job(j);
 }
 
@@ -956,7 +956,7 @@ void rtr_api_fail_all(struct rtr_api *a, const struct rtr_refusal *why)
 {
     while (!tow_list_empty(&a->running)) {
         struct job *j = TOW_CONTAINER(a->running.next, struct job, link);
-        a->backend.cancel(a->self, j->ticket);
+        a->backend.cancel(a->self, j->accepted);
         fail_job(j, why);
     }
 }
@@ -966,7 +966,7 @@ void rtr_api_close(struct rtr_api *a, void (*on_closed)(void *arg), void *arg)
     if (a->closing) return;
     while (!tow_list_empty(&a->running)) {
         struct job *j = TOW_CONTAINER(a->running.next, struct job, link);
-        a->backend.cancel(a->self, j->ticket);
+        a->backend.cancel(a->self, j->accepted);
         tow_counter_add(a->m_cancelled, 1);
         free_job(j);
     }

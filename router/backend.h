@@ -107,7 +107,7 @@ struct rtr_sink {
 };
 
 /* One accepted request, as the back end knows it. */
-struct rtr_ticket;
+struct rtr_accepted;
 
 struct rtr_backend {
     /* Quick look before a body is tokenised: would a request be refused by counts alone? 0 yes, go
@@ -116,12 +116,12 @@ struct rtr_backend {
     /* Takes all choices or none. req is borrowed until the end (see Holds). On refusal nothing was
      * started, *out is untouched and *refusal is filled. */
     int (*submit)(void *self, const struct rtr_request *req, const struct rtr_sink *sink, void *ctx,
-                  struct rtr_ticket **out, struct rtr_refusal *refusal);
-    /* The request ends now; the ticket is no longer valid. */
-    void (*cancel)(void *self, struct rtr_ticket *ticket);
+                  struct rtr_accepted **out, struct rtr_refusal *refusal);
+    /* The request ends now; req is no longer valid. */
+    void (*cancel)(void *self, struct rtr_accepted *req);
     /* This choice alone ends now (a stop string was found), as if it had finished. When it was the
-     * last one the request is over and the ticket no longer valid. */
-    void (*cancel_choice)(void *self, struct rtr_ticket *ticket, uint32_t choice);
+     * last one the request is over and req no longer valid. */
+    void (*cancel_choice)(void *self, struct rtr_accepted *req, uint32_t choice);
 
     /* Serving: true. Else false with *why, a literal: "starting", "draining", ... */
     bool (*ready)(void *self, const char **why);

@@ -22,7 +22,7 @@ enum {
 };
 
 /* One accepted request as the API holds it. */
-struct rtr_ticket {
+struct rtr_accepted {
     struct rtr_job *job;
     struct rtr_sink sink;
     void *ctx;
@@ -97,7 +97,7 @@ static void send_msg(struct rtr_cluster *c, uint64_t id, const struct wire_msg *
 static void tell_tokens(struct rtr_cluster *c, const struct rtr_action *a)
 {
     const struct wire_tokens *m = &a->msg.tokens;
-    struct rtr_ticket *t = a->cookie;
+    struct rtr_accepted *t = a->cookie;
     uint32_t n = m->ids.n;
     for (uint32_t i = 0; i < n; i++) {
         c->ids[i] = (text_id)wire_ids_at(m->ids, i);
@@ -123,7 +123,7 @@ static void tell_tokens(struct rtr_cluster *c, const struct rtr_action *a)
 
 static void tell_finish(const struct rtr_action *a)
 {
-    struct rtr_ticket *t = a->cookie;
+    struct rtr_accepted *t = a->cookie;
     struct rtr_sink sink = t->sink;
     void *ctx = t->ctx;
     if (--t->remaining == 0) free(t);
@@ -132,7 +132,7 @@ static void tell_finish(const struct rtr_action *a)
 
 static void tell_fail(const struct rtr_action *a)
 {
-    struct rtr_ticket *t = a->cookie;
+    struct rtr_accepted *t = a->cookie;
     struct rtr_sink sink = t->sink;
     void *ctx = t->ctx;
     free(t);
@@ -255,10 +255,10 @@ static int room(void *self, struct rtr_refusal *refusal)
 }
 
 static int submit(void *self, const struct rtr_request *req, const struct rtr_sink *sink, void *ctx,
-                  struct rtr_ticket **out, struct rtr_refusal *refusal)
+                  struct rtr_accepted **out, struct rtr_refusal *refusal)
 {
     struct rtr_cluster *c = self;
-    struct rtr_ticket *t = calloc(1, sizeof *t);
+    struct rtr_accepted *t = calloc(1, sizeof *t);
     struct rtr_actions acts;
     if (!t) {
         memset(refusal, 0, sizeof *refusal);
@@ -279,7 +279,7 @@ static int submit(void *self, const struct rtr_request *req, const struct rtr_si
     return rc;
 }
 
-static void cancel(void *self, struct rtr_ticket *t)
+static void cancel(void *self, struct rtr_accepted *t)
 {
     struct rtr_cluster *c = self;
     struct rtr_actions acts;
@@ -290,7 +290,7 @@ static void cancel(void *self, struct rtr_ticket *t)
     rtr_actions_fini(&acts);
 }
 
-static void cancel_choice(void *self, struct rtr_ticket *t, uint32_t choice)
+static void cancel_choice(void *self, struct rtr_accepted *t, uint32_t choice)
 {
     struct rtr_cluster *c = self;
     struct rtr_actions acts;

@@ -28,7 +28,7 @@
 #include <string.h>
 #include <uv.h>
 
-struct rtr_ticket {
+struct rtr_accepted {
     struct tow_list link;
     const struct rtr_request *req;
     const struct rtr_sink *sink;
@@ -64,7 +64,7 @@ static int room(void *self, struct rtr_refusal *r)
     return tow_fail(&r->err, TOW_EFULL, "queue full: %u requests", s->n_running);
 }
 
-static void end(struct rtr_ticket *t)
+static void end(struct rtr_accepted *t)
 {
     tow_list_remove(&t->link);
     tow_gauge_set(stub.m_running, --stub.n_running);
@@ -72,7 +72,7 @@ static void end(struct rtr_ticket *t)
 }
 
 static int submit(void *self, const struct rtr_request *req, const struct rtr_sink *sink, void *ctx,
-                  struct rtr_ticket **out, struct rtr_refusal *r)
+                  struct rtr_accepted **out, struct rtr_refusal *r)
 {
     struct stub *s = self;
     /* Without a seed it is 64 random bits: as asked, one token per step. */
@@ -85,7 +85,7 @@ static int submit(void *self, const struct rtr_request *req, const struct rtr_si
         r->retry_after_s = 7;
         return tow_fail(&r->err, how == 4 ? TOW_EFULL : TOW_EBUSY, "refused as asked");
     }
-    struct rtr_ticket *t = calloc(1, sizeof *t);
+    struct rtr_accepted *t = calloc(1, sizeof *t);
     if (!t) return tow_fail(&r->err, TOW_ENOMEM, "out of memory");
     t->req = req;
     t->sink = sink;
@@ -108,14 +108,14 @@ static int submit(void *self, const struct rtr_request *req, const struct rtr_si
     return 0;
 }
 
-static void cancel(void *self, struct rtr_ticket *t)
+static void cancel(void *self, struct rtr_accepted *t)
 {
     (void)self;
     tow_counter_add(stub.m_cancelled, 1);
     end(t);
 }
 
-static void cancel_choice(void *self, struct rtr_ticket *t, uint32_t choice)
+static void cancel_choice(void *self, struct rtr_accepted *t, uint32_t choice)
 {
     (void)self;
     t->over[choice] = true;
@@ -123,7 +123,7 @@ static void cancel_choice(void *self, struct rtr_ticket *t, uint32_t choice)
 }
 
 /* One step of one choice; the ticket may be gone afterwards. */
-static void step(struct rtr_ticket *t, uint32_t choice)
+static void step(struct rtr_accepted *t, uint32_t choice)
 {
     const struct rtr_request *req = t->req;
     text_id ids[10000];
@@ -163,10 +163,10 @@ static void step(struct rtr_ticket *t, uint32_t choice)
 }
 
 /* The nth running request, or NULL: callbacks change the list under our feet. */
-static struct rtr_ticket *nth(uint32_t n)
+static struct rtr_accepted *nth(uint32_t n)
 {
     TOW_LIST_EACH (l, &stub.running) {
-        if (!n--) return TOW_CONTAINER(l, struct rtr_ticket, link);
+        if (!n--) return TOW_CONTAINER(l, struct rtr_accepted, link);
     }
     return NULL;
 }
@@ -176,7 +176,7 @@ static void on_tick(uv_timer_t *timer)
     (void)timer;
     uint32_t n = stub.n_running;
     for (uint32_t i = n; i-- > 0;) {
-        struct rtr_ticket *t = nth(i);
+        struct rtr_accepted *t = nth(i);
         if (!t || t->how == 1) continue;
         if (t->how == 2 || (t->how == 3 && t->sent[0] >= 3)) {
             struct rtr_refusal r = {0};
