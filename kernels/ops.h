@@ -3,7 +3,8 @@
  * Why      The forward pass is written once against this table; CPU and CUDA share every line above it.
  * Rules    An op enqueues on its stream and returns 0 or TOW_EINVAL (shape contract broken); it allocates
  *          nothing the caller can see and its scratch is bounded by T, never by the context length.
- *          T = 0 is legal and does nothing. Pointers are borrowed for the call.
+ *          T = 0 is legal and does nothing. Pointers are borrowed for the call; those into a checkpoint (weights,
+ *          norm vectors, base, scale, ape, sink, bias, tid2eid) may have any alignment.
  * Numerics `act` names the type of activations and so the mode: KERN_BF16 rounds where it stores (deployed),
  *          KERN_F32 never rounds (exact). All sums in f32. A row's result depends on that row alone: the order
  *          of every sum is fixed by K (products: 16 lanes, lane j adds k = j, j+16, ... with fma, then a fixed

@@ -179,7 +179,7 @@ static void row_part(void *arg, int64_t part, int thread)
                 for (int32_t h = 0; h < nh; h++) max[h] = v_set1(v_hmax(max[h]));
         }
     for (int32_t h = 0; h < nh; h++) {
-        float den = v_sum(sum[h]) + kern_exp1(p->sink[h0 + h] - kern_lane0(max[h]));
+        float den = v_sum(sum[h]) + kern_exp1(kern_f32_at(p->sink, h0 + h) - kern_lane0(max[h]));
         for (int64_t c = 0; c < dp; c += 16)
             v_store(o + h * dp + c, v_div(v_load(o + h * dp + c), v_set1(den)));
         kern_row_store(kern_at_mut(p->o, (t * p->H + h0 + h) * d, p->act), p->act, d, o + h * dp);

@@ -89,6 +89,14 @@ static inline __attribute__((unused)) float kern_row_sumsq(const float *x, int64
     return v_sum(s);
 }
 
+/* Element i of floats that lie in a mapped checkpoint, at any address. */
+V_INLINE float kern_f32_at(const float *p, int64_t i)
+{
+    float f;
+    memcpy(&f, (const uint8_t *)p + i * 4, 4);
+    return f;
+}
+
 /* Element i of a norm weight. */
 V_INLINE float kern_vec_at(const struct kern_vec *w, int64_t i)
 {

@@ -515,7 +515,9 @@ V_INLINE v16 v_load(const float *p)
 }
 V_INLINE v16 v_loadn(const float *p, int n)
 {
-    V_EACH(i < n ? p[i] : 0.0f);
+    v16 r = {{0}};
+    memcpy(&r, p, (size_t)n * 4);
+    return r;
 }
 V_INLINE void v_store(float *p, v16 a)
 {

@@ -56,13 +56,16 @@ static void collapse_part(void *arg, int64_t t, int thread)
     kern_row_load(kern_at(p->h, t * n, p->act), p->act, n, h);
     float rs = 1.0f / sqrtf(kern_row_sumsq(h, n) / (float)n + p->norm_eps);
     for (int32_t j = 0; j < hc; j++)
-        pre[j] = kern_sigmoid1(fmaf(m[j] * rs, p->scale[0], p->base[j])) + p->hc_eps;
+        pre[j] = kern_sigmoid1(fmaf(m[j] * rs, kern_f32_at(p->scale, 0), kern_f32_at(p->base, j))) +
+                 p->hc_eps;
     if (p->comb) {
         float *post = p->post + t * hc, *c = p->comb + t * hc * hc;
         for (int32_t j = 0; j < hc; j++)
-            post[j] = 2.0f * kern_sigmoid1(fmaf(m[hc + j] * rs, p->scale[1], p->base[hc + j]));
+            post[j] = 2.0f * kern_sigmoid1(fmaf(m[hc + j] * rs, kern_f32_at(p->scale, 1),
+                                                kern_f32_at(p->base, hc + j)));
         for (int32_t j = 0; j < hc * hc; j++)
-            c[j] = fmaf(m[2 * hc + j] * rs, p->scale[2], p->base[2 * hc + j]);
+            c[j] = fmaf(m[2 * hc + j] * rs, kern_f32_at(p->scale, 2),
+                        kern_f32_at(p->base, 2 * hc + j));
         sinkhorn(c, hc, p->iters, p->hc_eps);
     }
     for (int64_t i = 0; i < dp; i += 16) {

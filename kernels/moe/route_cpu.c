@@ -83,7 +83,8 @@ static void route_row(const struct kern_route *p, int64_t t, float *score, float
         if (!from_table(p, t, ids))
             for (int32_t i = 0; i < p->k; i++) ids[i] = -1;
     } else {
-        for (int32_t e = 0; e < E; e++) key[e] = p->bias ? score[e] + p->bias[e] : score[e];
+        for (int32_t e = 0; e < E; e++)
+            key[e] = p->bias ? score[e] + kern_f32_at(p->bias, e) : score[e];
         choose(key, E, p->k, taken, ids);
         float last = key[ids[p->k - 1]], next = NAN;
         for (int32_t e = 0; e < E; e++)
