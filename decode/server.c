@@ -80,19 +80,6 @@ static void engine_close(struct dec_seq *s)
     s->user = NULL;
 }
 
-static bool engine_push(struct engine_seq *e, int32_t id)
-{
-    if (e->n_output == e->cap) {
-        int32_t cap = e->cap ? 2 * e->cap : 64;
-        int32_t *p = realloc(e->output, (size_t)cap * sizeof *p);
-        if (!p) return false;
-        e->output = p;
-        e->cap = cap;
-    }
-    e->output[e->n_output++] = id;
-    return true;
-}
-
 static bool engine_open(struct dec_seq *s)
 {
     struct engine_seq *e = calloc(1, sizeof *e);
@@ -102,8 +89,9 @@ static bool engine_open(struct dec_seq *s)
     e->bias = malloc((n_bias ? n_bias : 1) * sizeof *e->bias);
     if (!e->bias) return false;
     work_sampling(&s->sampling, e->bias, &e->sampling);
-    for (uint32_t i = 0; i < s->n_prior; i++)
-        if (!engine_push(e, (int32_t)s->outputs[i])) return false;
+    e->output = malloc(((size_t)s->n_prior + s->max_output + 1) * sizeof *e->output);
+    if (!e->output) return false;
+    for (uint32_t i = 0; i < s->n_prior; i++) e->output[e->n_output++] = (int32_t)s->outputs[i];
     return true;
 }
 
@@ -141,7 +129,7 @@ static void start_step(struct server *d, struct dec_seq *const *batch, uint32_t 
         struct dec_seq *s = batch[i];
         struct engine_seq *e = s->user;
         /* The newest output is the next input; it joins the list that penalties look at. */
-        if ((uint32_t)e->n_output < s->n_output) engine_push(e, (int32_t)s->token);
+        if ((uint32_t)e->n_output < s->n_output) e->output[e->n_output++] = (int32_t)s->token;
         d->ids[i] = (int32_t)s->token;
         d->items[i] = (struct work_item){.seq = {.n_rows = 1,
                                                  .pos0 = s->n_cached,
