@@ -104,7 +104,10 @@ up() {
         *) usage ;;
         esac
     done
-    case $n_prefill$n_decode in *[!0-9]* | '') die "--prefill and --decode are counts" ;; esac
+    for n in "$n_prefill" "$n_decode"; do
+        case $n in '' | *[!0-9]*) die "--prefill and --decode are counts" ;; esac
+        [ "$n" -gt 0 ] || die "--prefill and --decode: at least 1 of each, or nothing is ever ready"
+    done
     [ -d "$model" ] || die "--model: $model is not a folder"
     for p in router prefill decode; do [ -x "$BIN/towpath-$p" ] || die "$BIN/towpath-$p is missing; run make"; done
     if [ -e "$RUN/processes" ]; then
@@ -140,8 +143,9 @@ wait_ready() {
         while read -r name pid b; do
             alive "$pid" "$b" && continue
             tail -n 5 "$RUN/$name.log" >&2
+            ended=$name  # `down` reads names too
             down >/dev/null
-            die "$name ended; its last lines are above"
+            die "$ended ended; its last lines are above"
         done <"$RUN/processes"
         if [ "$(date +%s)" -ge $end ]; then
             tail -n 5 "$RUN"/*.log >&2
