@@ -62,7 +62,8 @@ struct work_own {
     double tokens_per_s;
     struct tow_gauge *g_pages_free, *g_pages, *g_joined, *g_running_ms;
     struct tow_counter *c_steps, *c_sent, *c_received;
-    struct tow_gauge *g_move[8];
+    struct tow_gauge *g_move[2];
+    struct tow_counter *c_move[6];
 };
 
 /* ------------------------------------------------------------------ settings */
@@ -681,15 +682,11 @@ static void collect(void *arg)
     tow_gauge_set(o->g_running_ms, (double)work_engine_running_ms(w->engine) / 1000.0);
     tow_counter_follow(o->c_steps, work_engine_steps(w->engine));
     kv_mover_stats(w->mover, &s);
-    const double v[] = {s.peers_up,
-                        s.tickets_live,
-                        (double)s.bytes_in,
-                        (double)s.bytes_out,
-                        (double)s.bad_digests,
-                        (double)s.bad_offers,
-                        (double)s.leases_expired,
-                        (double)s.ep_errors};
-    for (int i = 0; i < 8; i++) tow_gauge_set(o->g_move[i], v[i]);
+    tow_gauge_set(o->g_move[0], s.peers_up);
+    tow_gauge_set(o->g_move[1], s.tickets_live);
+    const uint64_t moved[] = {s.bytes_in,   s.bytes_out,      s.bad_digests,
+                              s.bad_offers, s.leases_expired, s.ep_errors};
+    for (int k = 0; k < 6; k++) tow_counter_follow(o->c_move[k], moved[k]);
     w->role->collect(o->self);
 }
 
@@ -707,11 +704,18 @@ static void make_metrics(struct work *w)
     o->c_sent = tow_counter(w->metrics, "control_messages_sent_total", "frames to routers", NULL);
     o->c_received =
         tow_counter(w->metrics, "control_messages_received_total", "frames from routers", NULL);
-    static const char *const names[] = {
-        "move_peers_up",    "move_tickets_live", "move_in_bytes",       "move_out_bytes",
-        "move_bad_digests", "move_bad_offers",   "move_leases_expired", "move_endpoint_errors"};
-    for (int i = 0; i < 8; i++)
-        o->g_move[i] = tow_gauge(w->metrics, names[i], "page transfer since start", NULL);
+    o->g_move[0] =
+        tow_gauge(w->metrics, "move_peers_up", "links to the other role that work", NULL);
+    o->g_move[1] = tow_gauge(w->metrics, "move_tickets_live", "shipments under way", NULL);
+    static const char *const names[][2] = {
+        {"move_in_bytes_total", "pages and tails fetched"},
+        {"move_out_bytes_total", "pages and tails acknowledged by others"},
+        {"move_bad_digests_total", "parts whose digest differed"},
+        {"move_bad_offers_total", "offers unknown, forged, doubled or out of range"},
+        {"move_leases_expired_total", "tickets ended for want of progress"},
+        {"move_endpoint_errors_total", "links that broke"}};
+    for (int i = 0; i < 6; i++)
+        o->c_move[i] = tow_counter(w->metrics, names[i][0], names[i][1], NULL);
     tow_metrics_on_print(w->metrics, collect, w);
 }
 
@@ -872,6 +876,9 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",
                                                         256, &o->token, err)) < 0)
         return rc;
+    struct kern_dev *dev = NULL; /* a device that cannot be is told before a checkpoint is read */
+    if ((rc = kern_dev_open(&dev, w->set.device, 1, err)) < 0) return rc;
+    kern_dev_close(dev);
     return w->role->plan(w, err);
 }
 
