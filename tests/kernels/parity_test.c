@@ -960,7 +960,8 @@ static void test_parity(void **state)
     }
 }
 
-int main(void)
+/* usage: parity_test [OP]      one op only */
+int main(int argc, char **argv)
 {
     for (int isa = 0; isa <= (int)kern_cpu_best_isa(); isa++)
         for (int t = 1; t <= 3; t++)
@@ -969,6 +970,7 @@ int main(void)
     for (int i = 0; i < N_ROWS; i++)
         tests[i] =
             (struct CMUnitTest){rows[i].name, test_parity, NULL, NULL, (void *)(uintptr_t)&rows[i]};
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("kernels/parity", tests, NULL, NULL);
     for (int isa = 0; isa <= (int)kern_cpu_best_isa(); isa++)
         for (int t = 1; t <= 3; t++) kern_dev_close(devs[isa][t]);
