@@ -711,7 +711,8 @@ static void make_metrics(struct work *w)
         {"move_in_bytes_total", "pages and tails fetched"},
         {"move_out_bytes_total", "pages and tails acknowledged by others"},
         {"move_bad_digests_total", "parts whose digest differed"},
-        {"move_bad_offers_total", "offers unknown, forged, doubled or out of range"},
+        {"move_bad_offers_total",
+         "offers unknown (they can cross a cancel), forged, doubled or out of range"},
         {"move_leases_expired_total", "tickets ended for want of progress"},
         {"move_endpoint_errors_total", "links that broke"}};
     for (int i = 0; i < 6; i++)

@@ -55,7 +55,7 @@ def test_equal_to_one_process(build):
                 jobs = [Job(ask, c, prompts[n]) for n in (a, b)]
                 assert [j.result() for j in jobs] == [exact[a], exact[b]], (a, b)
             c.wait_idle()
-            assert c.prefills[0].metric("move_bad_digests") == 0 and c.decodes[0].metric("move_bad_digests") == 0
+            assert c.prefills[0].metric("move_bad_digests_total") == 0 and c.decodes[0].metric("move_bad_digests_total") == 0
 
 
 def test_used_pools(build):
