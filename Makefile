@@ -191,11 +191,13 @@ cluster-test: all $(HELPER_BINS)
 	@sh tests/run.sh $(B) cluster
 test: all tests-build
 	@sh tests/run.sh $(B) $(KINDS) cluster
-# Whole-model runs on long prompts: minutes under a sanitizer, and eval_test runs the same code.
-SLOW_TESTS := golden/smoke_test
+# Whole-model runs take minutes under a sanitizer, a quarter of an hour under TSan; block_test, trace_golden_test and
+# edge_test run the same code and the same thread team on less.
+SLOW_asan := golden/smoke_test
+SLOW_tsan := golden/smoke_test golden/eval_test kernels/parity_test
 asan tsan:
 	@$(MAKE) --no-print-directory VARIANT=$@ all tests-build
-	@TOW_SKIP="$(SLOW_TESTS)" sh tests/run.sh build/$@ $(KINDS)
+	@TOW_SKIP="$(SLOW_$@)" sh tests/run.sh build/$@ $(KINDS)
 
 FUZZ_SECONDS ?= 20
 FUZZERS := $(patsubst tests/fuzz/%.c,$(B)/fuzz/%,$(wildcard tests/fuzz/fuzz_*.c))
