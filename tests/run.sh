@@ -11,7 +11,8 @@ if [ -z "$TOW_PYTHON" ]; then
 fi
 case $B in
 *asan | *tsan) # UCX's malloc hooks and the sanitizers' do not agree
-    export UCX_MEM_EVENTS=n TSAN_OPTIONS="suppressions=tests/tsan.supp $TSAN_OPTIONS" ;;
+    export UCX_MEM_EVENTS=n TSAN_OPTIONS="suppressions=tests/tsan.supp $TSAN_OPTIONS" \
+        LSAN_OPTIONS="suppressions=tests/lsan.supp:print_suppressions=0 $LSAN_OPTIONS" ;;
 esac
 passed=0; failed=0; skipped=0
 log=$(mktemp); trap 'rm -f "$log"' EXIT
