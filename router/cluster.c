@@ -313,6 +313,25 @@ static uint32_t context_length(void *self)
     return rtr_route_context(c->route);
 }
 
+/* One end's view of its link to worker k: the proof, and what it found. */
+static void pair_json(const struct rtr_registry *g, uint32_t i, uint32_t k, struct tow_buf *out)
+{
+    static const char *const proofs[] = {"unproved", "proving", "proved", "refuted"};
+    bool prefill = g->workers[i].role == WIRE_PREFILL_ROLE;
+    uint32_t p = prefill ? i : k, d = prefill ? k : i;
+    const struct rtr_link *l = &g->links[p][d];
+    tow_buf_puts(out, "{\"name\":");
+    json_put_string(out, g->workers[k].name, strlen(g->workers[k].name));
+    tow_buf_printf(out, ",\"proof\":\"%s\"", proofs[g->proof[p][d]]);
+    if (g->proof[p][d] == RTR_PROVED) {
+        tow_buf_puts(out, ",\"transport\":");
+        json_put_string(out, l->transport, strlen(l->transport));
+        tow_buf_printf(out, ",\"method\":\"%s\",\"mb_per_s\":%u,\"latency_us\":%u",
+                       l->by_am ? "am" : "get", l->mb_per_s, l->latency_us);
+    }
+    tow_buf_putc(out, '}');
+}
+
 static void workers_json(void *self, struct tow_buf *out)
 {
     struct rtr_cluster *c = self;
@@ -344,15 +363,10 @@ static void workers_json(void *self, struct tow_buf *out)
         tow_buf_puts(out, ",\"pairs\":[");
         bool first_pair = true;
         for (uint32_t k = 0; k < RTR_MAX_WORKERS; k++) {
-            bool prefill = w->role == WIRE_PREFILL_ROLE;
             if (g->workers[k].state == RTR_GONE || g->workers[k].role == w->role) continue;
-            static const char *const proofs[] = {"unproved", "proving", "proved", "refuted"};
             if (!first_pair) tow_buf_putc(out, ',');
             first_pair = false;
-            tow_buf_puts(out, "{\"name\":");
-            json_put_string(out, g->workers[k].name, strlen(g->workers[k].name));
-            tow_buf_printf(out, ",\"proof\":\"%s\"}",
-                           proofs[prefill ? g->proof[i][k] : g->proof[k][i]]);
+            pair_json(g, i, k, out);
         }
         tow_buf_puts(out, "]}");
     }

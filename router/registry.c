@@ -301,6 +301,19 @@ bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, 
     return true;
 }
 
+void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                         const struct wire_paired *m)
+{
+    struct rtr_link *l = &g->links[prefill][decode];
+    g->proof[prefill][decode] = m->ok ? RTR_PROVED : RTR_REFUTED;
+    memset(l, 0, sizeof *l);
+    if (!m->ok) return;
+    wire_text_copy(m->transport, l->transport, sizeof l->transport);
+    l->by_am = m->method == WIRE_METHOD_AM;
+    l->mb_per_s = m->mb_per_s;
+    l->latency_us = m->latency_us;
+}
+
 void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot)
 {
     struct rtr_worker *w = &g->workers[slot];

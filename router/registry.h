@@ -70,9 +70,17 @@ struct rtr_worker {
     uint64_t total_failures;
 };
 
+/* What the proof of a link found. Of use to people only; nothing is decided by it. */
+struct rtr_link {
+    char transport[WIRE_MAX_NAME + 1]; /* as the transport names it; "" until proved */
+    bool by_am;                        /* pages come by active message, not by get */
+    uint32_t mb_per_s, latency_us;
+};
+
 struct rtr_registry {
     struct rtr_worker workers[RTR_MAX_WORKERS];
-    uint8_t proof[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* [prefill][decode]: enum rtr_proof */
+    uint8_t proof[RTR_MAX_WORKERS][RTR_MAX_WORKERS];         /* [prefill][decode]: enum rtr_proof */
+    struct rtr_link links[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* [prefill][decode]: the last proof */
     uint64_t retry_ms[RTR_MAX_WORKERS][RTR_MAX_WORKERS];
     uint32_t heartbeat_ms, stall_ms;
     char join_token[257]; /* "" : none asked for */
@@ -112,6 +120,10 @@ bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, 
 /* Numerics equal, so that a link is worth proving. False with *field set: which one differs. */
 bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                       struct rtr_join *diff);
+
+/* The outcome of a proof; refuted forgets what an earlier one found. */
+void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                         const struct wire_paired *m);
 
 void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot); /* a request went through it */
 void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms);

@@ -821,7 +821,7 @@ static void on_paired(struct rtr_route *r, uint32_t p, const struct wire_paired 
     if (worker(r, p)->role != WIRE_PREFILL_ROLE || d == RTR_NO_WORKER) return;
     struct rtr_worker *wd = worker(r, d);
     if (!live(wd) || wd->role != WIRE_DECODE_ROLE || wd->incarnation != m->incarnation) return;
-    r->workers.proof[p][d] = m->ok ? RTR_PROVED : RTR_REFUTED;
+    rtr_registry_proved(&r->workers, p, d, m);
     r->workers.retry_ms[p][d] = now_ms + PROVE_AGAIN_MS;
     r->dirty = true;
 }

@@ -106,6 +106,7 @@ void ctl_status_table(const struct json *workers, bool all, struct tow_buf *out)
         JSON_EACH(v, w)
         {
             const char *key = json_key(v);
+            if (same(key, "pairs")) continue; /* told line by line */
             if (json_type(v) != JSON_OBJECT) {
                 if (all) add_column(&t, key, NULL);
                 continue;
@@ -139,6 +140,50 @@ void ctl_status_table(const struct json *workers, bool all, struct tow_buf *out)
         }
     }
     tow_buf_fini(&cell);
+}
+
+static void put_text(const struct json *v, struct tow_buf *out)
+{
+    size_t n;
+    const char *s = json_string(v, &n);
+    if (s)
+        ctl_put_clean(out, s, n);
+    else if (json_type(v) == JSON_NULL)
+        tow_buf_putc(out, '?');
+    else
+        json_dump(out, v);
+}
+
+/* Each link is told by both of its ends; the prefill worker's word is printed. */
+void ctl_status_pairs(const struct json *workers, struct tow_buf *out)
+{
+    JSON_EACH(w, workers)
+    {
+        size_t n;
+        const char *role = json_string(json_find(w, "role"), &n);
+        if (!same(role, "prefill")) continue;
+        JSON_EACH(p, json_find(w, "pairs"))
+        {
+            tow_buf_puts(out, "pair ");
+            put_text(json_find(w, "name"), out);
+            tow_buf_puts(out, " -> ");
+            put_text(json_find(p, "name"), out);
+            tow_buf_puts(out, ": ");
+            put_text(json_find(p, "proof"), out);
+            if (json_type(json_find(p, "transport")) != JSON_NULL) {
+                tow_buf_puts(out, ", ");
+                put_text(json_find(p, "transport"), out);
+                tow_buf_puts(out, " by ");
+                put_text(json_find(p, "method"), out);
+                tow_buf_puts(out, ", ");
+                put_text(json_find(p, "mb_per_s"), out);
+                tow_buf_puts(out, " MB/s, ");
+                put_text(json_find(p, "latency_us"), out);
+                tow_buf_puts(out, " us");
+            }
+            tow_buf_putc(out, '\n');
+        }
+    }
 }
 
 /* "ready", "starting", ...: what /ready says, for which no key is needed. */
@@ -175,6 +220,7 @@ static int show(const struct ctl_client *c, bool as_json, bool all, bool *servin
         put_ready(ready, &out);
         tow_buf_printf(&out, ", %zu workers\n", json_size(workers));
         if (json_size(workers)) ctl_status_table(workers, all, &out);
+        ctl_status_pairs(workers, &out);
     }
     if (rc == 0 && tow_buf_failed(&out)) rc = tow_fail(err, TOW_ENOMEM, "no memory");
     if (rc == 0) fputs(out.data, stdout);

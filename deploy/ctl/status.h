@@ -14,4 +14,7 @@ int ctl_status_main(int argc, char **argv);
  * objects inside one taken apart as "capacity.pages". */
 void ctl_status_table(const struct json *workers, bool all, struct tow_buf *out);
 
+/* One line per link: who to whom, the proof, and what rides on it. */
+void ctl_status_pairs(const struct json *workers, struct tow_buf *out);
+
 #endif

@@ -20,7 +20,9 @@ ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 CTL = os.path.join(BUILD, "bin", "towpath-ctl")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOWPATH_")}
 WORKERS = [
-    {"name": "prefill-0", "role": "prefill", "state": "serving", "load": {"queued": 3, "tokens_per_s": 812.5}},
+    {"name": "prefill-0", "role": "prefill", "state": "serving", "load": {"queued": 3, "tokens_per_s": 812.5},
+     "pairs": [{"name": "decode-0", "proof": "proved", "transport": "tcp/eth0", "method": "am", "mb_per_s": 1180,
+                "latency_us": 41}, {"name": "decode-1\x1b[2J", "proof": "refuted"}]},
     {"name": "decode-0", "role": "decode", "state": "serving", "load": {"running": 2}, "incarnation": "7f"},
 ]
 
@@ -275,7 +277,11 @@ class CtlTest(unittest.TestCase):
         self.assertEqual(lines[3].split(), ["decode-0", "decode", "serving", "-", "-", "2"])
         for column in ("role", "state", "running"):
             at = lines[1].index(column)
-            self.assertTrue(all(line[at - 1] == " " and line[at] != " " for line in lines[2:]), lines)
+            self.assertTrue(all(line[at - 1] == " " and line[at] != " " for line in lines[2:4]), lines)
+        self.assertEqual(lines[4], "pair prefill-0 -> decode-0: proved, tcp/eth0 by am, 1180 MB/s, 41 us")
+        self.assertTrue(lines[5].startswith("pair prefill-0 -> decode-1") and lines[5].endswith(": refuted"), lines)
+        self.assertNotIn("\x1b", lines[5])
+        self.assertEqual(len(lines), 6)
         r = self.ctl("status", "--url", self.url, "--all")
         self.assertEqual(r.stdout.decode().splitlines()[1].split(),
                          ["name", "role", "state", "load.queued", "load.tokens_per_s", "load.running", "incarnation"])
