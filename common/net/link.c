@@ -19,6 +19,11 @@
  *          always sleeps. UCX 1.12 could leave the descriptor signalled for ever: after EMPTY_MAX
  *          wake-ups in a row that brought nothing, it is looked at only once a millisecond.
  *
+ * Places   Shared memory reaches from one network namespace into another, its wake-ups do not (they are
+ *          abstract sockets, which end at the namespace), so a sleeping peer would never hear. The
+ *          address we hand out therefore says which namespace we are in and holds UCX's address
+ *          twice, whole and with network devices only; net_ep_open() takes the one that fits.
+ *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
  *          UCX callbacks on whichever thread happened to progress. libuv around UCX's descriptor:
  *          three handles (poll, prepare, idle) that must agree, for a thread that has nothing else
@@ -28,16 +33,21 @@
 
 #include "common/base/clock.h"
 #include "common/base/err.h"
+#include "common/base/hash.h"
 #include "common/base/list.h"
 #include "common/base/log.h"
+#include "proto/messages.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <ucp/api/ucp.h>
+#include <unistd.h>
 
 /* Of ucs/config/global_opts.h, a header that not every package installs. */
 ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
@@ -47,6 +57,7 @@ ucs_status_t ucs_global_opts_set_value(const char *name, const char *value);
 #endif
 
 enum { AM_MESSAGE = 1, AM_BULK = 2 }; /* active message ids */
+enum { HEAD_BYTES = 16 };             /* before UCX's addresses */
 enum { SPIN_US = 100, EMPTY_MAX = 100, PROGRESS_MAX = 64, FREE_MS = 1000, OPS_KEPT = 1024 };
 
 /* What UCX reported and nobody was told yet. */
@@ -119,8 +130,9 @@ struct net_region {
 struct net_link {
     ucp_context_h context;
     ucp_worker_h worker;
-    ucp_address_t *address;
+    uint8_t *address; /* owned: a head of HEAD_BYTES, UCX's whole address, its network-only one */
     size_t address_bytes;
+    uint64_t place; /* the host and network namespace we are in; 0: unknown */
     int event_fd;
     bool has_cuda;
     struct net_link_hooks hooks;
@@ -191,17 +203,76 @@ static int set_handler(struct net_link *link, unsigned id, ucp_am_recv_callback_
     return ucp_worker_set_am_recv_handler(link->worker, &p) == UCS_OK ? 0 : TOW_ESYS;
 }
 
+/* Which network namespace of which running host; 0 when the system does not say. */
+static uint64_t find_place(void)
+{
+    struct {
+        char boot[40];
+        uint64_t ns;
+    } id = {0};
+    struct stat st;
+    int fd = open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t n = read(fd, id.boot, sizeof id.boot - 1);
+    close(fd);
+    if (n <= 0 || stat("/proc/self/ns/net", &st) < 0) return 0;
+    id.ns = st.st_ino;
+    return tow_hash64(&id, sizeof id);
+}
+
+/* Head: place u64, bytes of the whole address u32, 4 bytes that keep the rest aligned. */
+static int make_address(struct net_link *link, struct tow_err *err)
+{
+    ucp_worker_attr_t whole = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS};
+    ucp_worker_attr_t net = {.field_mask = UCP_WORKER_ATTR_FIELD_ADDRESS |
+                                           UCP_WORKER_ATTR_FIELD_ADDRESS_FLAGS,
+                             .address_flags = UCP_WORKER_ADDRESS_FLAG_NET_ONLY};
+    ucs_status_t s = ucp_worker_query(link->worker, &whole);
+    if (s != UCS_OK)
+        return tow_fail(err, TOW_ESYS, "ucx: no worker address: %s", ucs_status_string(s));
+    bool twice = ucp_worker_query(link->worker, &net) == UCS_OK;
+    /* Too much to send: peers then try the whole one wherever they are. */
+    if (twice && HEAD_BYTES + whole.address_length + net.address_length > WIRE_MAX_ADDRESS) {
+        ucp_worker_release_address(link->worker, net.address);
+        twice = false;
+    }
+    link->place = find_place();
+    link->address_bytes =
+        HEAD_BYTES + whole.address_length + (twice ? net.address_length : (size_t)0);
+    link->address = calloc(1, link->address_bytes);
+    if (link->address) {
+        struct wire_writer w = {.data = link->address, .cap = HEAD_BYTES};
+        wire_put_u64(&w, link->place);
+        wire_put_u32(&w, (uint32_t)whole.address_length);
+        memcpy(link->address + HEAD_BYTES, whole.address, whole.address_length);
+        if (twice)
+            memcpy(link->address + HEAD_BYTES + whole.address_length, net.address,
+                   net.address_length);
+    }
+    ucp_worker_release_address(link->worker, whole.address);
+    if (twice) ucp_worker_release_address(link->worker, net.address);
+    return link->address ? 0 : tow_fail(err, TOW_ENOMEM, "ucx: no memory for the address");
+}
+
+/* The one of the peer's two addresses that reaches from here; NULL: not an address of ours. */
+static const uint8_t *pick_address(const struct net_link *link, const uint8_t *address,
+                                   size_t bytes)
+{
+    struct wire_reader r = {.data = address, .len = bytes};
+    uint64_t place = wire_get_u64(&r);
+    uint32_t whole = wire_get_u32(&r);
+    if (r.failed || bytes <= HEAD_BYTES || whole == 0 || whole > bytes - HEAD_BYTES) return NULL;
+    bool apart = place && link->place && place != link->place;
+    return address + HEAD_BYTES + (apart && bytes - HEAD_BYTES > whole ? whole : 0);
+}
+
 static int open_worker(struct net_link *link, struct tow_err *err)
 {
     ucp_worker_params_t wp = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                               .thread_mode = UCS_THREAD_MODE_SINGLE};
     ucs_status_t s = ucp_worker_create(link->context, &wp, &link->worker);
     if (s != UCS_OK) return tow_fail(err, TOW_ESYS, "ucx: no worker: %s", ucs_status_string(s));
-    s = ucp_worker_get_address(link->worker, &link->address, &link->address_bytes);
-    if (s != UCS_OK) {
-        tow_fail(err, TOW_ESYS, "ucx: no worker address: %s", ucs_status_string(s));
-        goto destroy;
-    }
+    if (make_address(link, err) < 0) goto destroy;
     s = ucp_worker_get_efd(link->worker, &link->event_fd);
     if (s != UCS_OK) {
         tow_fail(err, TOW_ESYS, "ucx: no event descriptor: %s", ucs_status_string(s));
@@ -215,7 +286,7 @@ static int open_worker(struct net_link *link, struct tow_err *err)
     return 0;
 
 release:
-    ucp_worker_release_address(link->worker, link->address);
+    free(link->address);
 destroy:
     ucp_worker_destroy(link->worker);
     return err ? err->code : TOW_ESYS;
@@ -288,7 +359,6 @@ void net_link_free(struct net_link *link)
         struct net_ep *ep = TOW_CONTAINER(n, struct net_ep, in_link);
         TOW_LIST_EACH_SAFE (r, &ep->rkeys) net_rkey_free(TOW_CONTAINER(r, struct net_rkey, in_ep));
     }
-    ucp_worker_release_address(link->worker, link->address);
     ucp_worker_destroy(link->worker);
     /* The worker may have made callbacks and moved bytes to its last moment: only now may the
      * memory go that they name. */
@@ -307,6 +377,7 @@ void net_link_free(struct net_link *link)
     TOW_LIST_EACH_SAFE (n, &link->regions)
         net_region_free(link, TOW_CONTAINER(n, struct net_region, in_link));
     ucp_cleanup(link->context);
+    free(link->address);
     free(link);
 }
 
@@ -551,7 +622,8 @@ static void on_ucp_error(void *arg, ucp_ep_h ucp, ucs_status_t status)
 int net_ep_open(struct net_link *link, const void *address, size_t bytes, void *user,
                 struct net_ep **out, struct tow_err *err)
 {
-    if (bytes == 0) return tow_fail(err, TOW_EINVAL, "data address: empty");
+    const uint8_t *way = pick_address(link, address, bytes);
+    if (!way) return tow_fail(err, TOW_EINVAL, "data address: %zu bytes that make none", bytes);
     struct net_ep *ep = calloc(1, sizeof *ep);
     if (!ep) return tow_fail(err, TOW_ENOMEM, "no memory for an endpoint");
     ep->link = link;
@@ -562,7 +634,7 @@ int net_ep_open(struct net_link *link, const void *address, size_t bytes, void *
     ucp_ep_params_t p = {.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS |
                                        UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
                                        UCP_EP_PARAM_FIELD_ERR_HANDLER,
-                         .address = address,
+                         .address = (const ucp_address_t *)way,
                          .err_mode = UCP_ERR_HANDLING_MODE_PEER,
                          .err_handler = {.cb = on_ucp_error, .arg = ep}};
     ucs_status_t s = ucp_ep_create(link->worker, &p, &ep->ucp);
