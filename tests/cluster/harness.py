@@ -74,9 +74,9 @@ class Metrics(dict):
         return sum(found)
 
 
-def http_call(port, method, path, body=None, headers=None, timeout=120):
+def http_call(port, method, path, body=None, headers=None, timeout=120, host="127.0.0.1"):
     """(status, headers with lower-case names, bytes)."""
-    c = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout * SLACK)
+    c = http.client.HTTPConnection(host, port, timeout=timeout * SLACK)
     try:
         if body is not None and not isinstance(body, (str, bytes)):
             body = json.dumps(body)
@@ -94,6 +94,7 @@ class Process:
     def __init__(self, cluster, program, name, argv):
         self.cluster, self.program, self.name, self.argv = cluster, program, name, list(argv)
         self.popen, self.port, self.runs, self.paused = None, 0, 0, False
+        self.host, self.prefix = "127.0.0.1", []  # where its status is; what runs it ("ip netns exec NAME", say)
         self.log_path = ""
 
     def start(self, *extra):
@@ -104,7 +105,7 @@ class Process:
         binary = os.path.join(ROOT, self.cluster.build, "bin", "towpath-" + self.program)
         env = {k: v for k, v in os.environ.items() if not k.startswith("TOWPATH_")}
         with open(self.log_path, "w") as log:
-            self.popen = subprocess.Popen([binary] + self.argv + list(extra), stdin=subprocess.DEVNULL,
+            self.popen = subprocess.Popen(self.prefix + [binary] + self.argv + list(extra), stdin=subprocess.DEVNULL,
                                           stdout=log, stderr=log, env=env)
         return self
 
@@ -141,7 +142,7 @@ class Process:
         return self.popen is not None and self.popen.poll() is None
 
     def metrics(self):
-        status, _, data = http_call(self.port, "GET", "/metrics", timeout=20)
+        status, _, data = http_call(self.port, "GET", "/metrics", timeout=20, host=self.host)
         assert status == 200
         return Metrics(parse_metrics(data.decode()))
 
