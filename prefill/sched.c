@@ -26,6 +26,8 @@ struct pre_sched {
     uint64_t computing_since_ms;
     uint32_t short_budget;   /* tokens short jobs may still have before a long one */
     uint64_t pending_tokens; /* of jobs not CLOSING */
+    /* Started and not over, longer than a chunk (1) and not (0): pages taken at first, and jobs. */
+    uint32_t held_pages[2], held_tails[2];
     uint32_t in_state[PRE_JOB_STATES];
     uint64_t touched_ms;
     bool draining, drained;
@@ -109,6 +111,17 @@ static void take_turn(struct pre_sched *p, struct pre_job *j)
 
 /* --- the end of a ticket --------------------------------------------------------------------------- */
 
+static bool is_long(const struct pre_sched *p, const struct pre_job *j)
+{
+    return j->n_tokens > p->cfg.chunk_tokens;
+}
+
+static void count_held(struct pre_sched *p, const struct pre_job *j, int sign)
+{
+    p->held_pages[is_long(p, j)] += (uint32_t)sign * j->table.n_pages;
+    p->held_tails[is_long(p, j)] += (uint32_t)sign;
+}
+
 static void give_back(struct pre_sched *p, struct pre_job *j, uint64_t now_ms,
                       struct pre_actions *out)
 {
@@ -116,6 +129,7 @@ static void give_back(struct pre_sched *p, struct pre_job *j, uint64_t now_ms,
     if (j->engine_open) {
         act(out, PRE_DO_CLOSE)->job = j;
         j->engine_open = false;
+        count_held(p, j, -1);
     }
     kv_table_fini(&j->table, p->pool);
     set_state(p, j, PRE_JOB_GONE, now_ms);
@@ -256,14 +270,41 @@ static void on_router_lost(struct pre_sched *p, uint64_t owner, uint64_t now_ms,
 
 /* --- turns --------------------------------------------------------------------------------------------- */
 
+/* What long jobs leave free of total; 0 beside one that needs more than the rest. */
+static uint32_t lane(uint32_t total, uint32_t least, uint32_t need)
+{
+    uint32_t n = total / 8 > least ? total / 8 : least;
+    return need + n <= total ? n : 0;
+}
+
+/* Whether j may take its pages now, if they are there; head, if not NULL, is passed beyond the limit. */
+static bool may_start(const struct pre_sched *p, const struct pre_job *j,
+                      const struct pre_job *head)
+{
+    const struct pre_job *longest = head ? head : j;
+    uint32_t n_pages = kv_pool_capacity(p->pool), n_tails = kv_pool_tail_capacity(p->pool);
+    uint32_t need = pages_for(p, j->n_tokens);
+    uint32_t pages =
+        lane(n_pages, pages_for(p, p->cfg.chunk_tokens), pages_for(p, longest->n_tokens));
+    uint32_t tails = lane(n_tails, 1, 1);
+    if (head)
+        return !is_long(p, j) && is_long(p, head) && p->held_pages[0] + need <= pages &&
+               p->held_tails[0] + 1 <= tails;
+    if (!is_long(p, j)) return true;
+    return (!pages || p->held_pages[1] + need + pages <= n_pages) &&
+           p->held_tails[1] + 1 + tails <= n_tails;
+}
+
 /* Gives pages to waiting jobs, in order, with bounded passing. */
 static void start_jobs(struct pre_sched *p, uint64_t now_ms, struct pre_actions *out)
 {
     struct pre_job *blocked = NULL;
     TOW_LIST_EACH_SAFE (n, &p->queue) {
         struct pre_job *j = TOW_CONTAINER(n, struct pre_job, line);
-        if (blocked && blocked->passed >= p->cfg.max_passes) return;
-        if (kv_table_grow(&j->table, p->pool, pages_for(p, j->n_tokens)) < 0) {
+        const struct pre_job *head =
+            blocked && blocked->passed >= p->cfg.max_passes ? blocked : NULL;
+        if (!may_start(p, j, head) ||
+            kv_table_grow(&j->table, p->pool, pages_for(p, j->n_tokens)) < 0) {
             if (kv_pool_free_pages(p->pool) == 0 || kv_pool_free_tails(p->pool) == 0) return;
             if (!blocked) blocked = j;
             continue;
@@ -273,6 +314,7 @@ static void start_jobs(struct pre_sched *p, uint64_t now_ms, struct pre_actions 
         take_turn(p, j);
         act(out, PRE_DO_OPEN)->job = j;
         j->engine_open = true;
+        count_held(p, j, 1);
     }
 }
 

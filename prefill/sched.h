@@ -9,7 +9,10 @@
  *          is denied for good.
  * Pages    A job takes all its pages and a tail before its first chunk (a later chunk reads the earlier
  *          pages), so no two jobs can wait for each other. A younger job that fits may start before an
- *          older one that does not fit yet, but only `max_passes` times.
+ *          older one that does not fit yet, but only `max_passes` times. Prompts longer than one chunk leave
+ *          an eighth (at least a chunk's worth) of the pages and of the tails free; beyond the limit short
+ *          ones still pass a long one as long as they hold no more than that together, so it does start when
+ *          the long ones before it have ended. A prompt that leaves no eighth at all holds up everyone.
  * Turns    One chunk is computed at a time. Jobs that end with their next chunk ("short") go first, in
  *          order; but after each chunk of a long one they get at most chunk_tokens tokens together,
  *          then the next long one has its chunk. So a short prompt waits for at most one long chunk

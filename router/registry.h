@@ -55,6 +55,9 @@ struct rtr_worker {
     /* What our own tickets hold there, and what others hold by the last heartbeat. */
     uint32_t held_pages, tickets;
     uint64_t held_tokens; /* prefill: prompt tokens sent and not reported computed */
+    /* Of these, what prompts longer than one chunk hold; see route.h, Lane. */
+    uint32_t long_pages, long_tickets;
+    uint64_t long_tokens;
     uint32_t foreign_pages, foreign_tickets;
     uint64_t foreign_tokens;
     struct wire_heartbeat beat; /* the last one */

@@ -74,6 +74,7 @@ struct attempt {
     struct side side[2];
     uint32_t pages;                 /* held at D */
     uint32_t n_tokens, tokens_left; /* held at P */
+    bool is_long;                   /* more than a chunk of P */
     uint32_t first_output;          /* outputs of earlier attempts */
 };
 
@@ -225,6 +226,14 @@ static void attempt_try_free(struct rtr_route *r, struct attempt *a)
     free(a);
 }
 
+/* P has computed n more of its tokens, or never will. */
+static void drop_tokens(struct rtr_worker *p, struct attempt *a, uint32_t n)
+{
+    p->held_tokens -= n;
+    if (a->is_long) p->long_tokens -= n;
+    a->tokens_left -= n;
+}
+
 /* The worker has said its last word about it, or will never hear of it, or is lost. */
 static void side_over(struct rtr_route *r, struct attempt *a, int s)
 {
@@ -233,11 +242,12 @@ static void side_over(struct rtr_route *r, struct attempt *a, int s)
     tow_assert(w->tickets > 0);
     a->side[s].state = SIDE_OVER;
     w->tickets--;
+    if (a->is_long) w->long_tickets--;
     if (s == D) {
         w->held_pages -= a->pages;
+        if (a->is_long) w->long_pages -= a->pages;
     } else {
-        w->held_tokens -= a->tokens_left;
-        a->tokens_left = 0;
+        drop_tokens(w, a, a->tokens_left);
     }
     r->dirty = true;
 }
@@ -462,9 +472,54 @@ static double prefill_load(struct rtr_route *r, uint32_t slot)
     return (double)(w->held_tokens + w->foreign_tokens) / speed;
 }
 
-/* The best pair that has room now. `strict` leaves out where the run failed last. */
-static bool pick(struct rtr_route *r, const struct run *run, bool strict, uint64_t now_ms,
-                 uint32_t *out_p, uint32_t *out_d)
+static bool is_long(const struct rtr_worker *p, const struct run *run)
+{
+    return run_tokens(run) > p->chunk_tokens;
+}
+
+/* What long ones leave free of total; 0 beside one that needs more than the rest. */
+static uint64_t lane(uint64_t total, uint64_t least, uint64_t need)
+{
+    uint64_t n = total / 8 > least ? total / 8 : least;
+    return need + n <= total ? n : 0;
+}
+
+static uint64_t page_lane(const struct rtr_worker *p, const struct rtr_worker *d,
+                          const struct run *longest)
+{
+    return lane(d->pages, pages_for(d, (uint64_t)p->chunk_tokens + d->reserve_tokens),
+                first_pages(d, longest));
+}
+
+static uint64_t token_lane(const struct rtr_worker *p, const struct run *longest)
+{
+    return lane(p->max_pending_tokens, p->chunk_tokens, run_tokens(longest));
+}
+
+/* A long one leaves room for short ones. */
+static bool leaves_lane(const struct rtr_worker *p, const struct rtr_worker *d,
+                        const struct run *run)
+{
+    uint64_t pages = page_lane(p, d, run), tokens = token_lane(p, run);
+    return (!pages || d->long_pages + first_pages(d, run) + pages <= d->pages) &&
+           (!tokens || p->long_tokens + run_tokens(run) + tokens <= p->max_pending_tokens) &&
+           p->long_tickets + 1 + lane(p->max_tickets, 1, 1) <= p->max_tickets &&
+           d->long_tickets + 1 + lane(d->max_tickets, 1, 1) <= d->max_tickets;
+}
+
+/* A short one may pass `head` beyond the limit: what short ones hold then is never in head's way. */
+static bool keeps_lane(const struct rtr_worker *p, const struct rtr_worker *d,
+                       const struct run *head, const struct run *run)
+{
+    if (!decode_could(d, whole_tokens(head)) || !prefill_could(p, run_tokens(head))) return true;
+    return d->held_pages - d->long_pages + first_pages(d, run) <= page_lane(p, d, head) &&
+           p->held_tokens - p->long_tokens + run_tokens(run) <= token_lane(p, head);
+}
+
+/* The best pair that has room now. `strict` leaves out where the run failed last; head, if not NULL, may be
+ * passed only in the lane. */
+static bool pick(struct rtr_route *r, const struct run *run, const struct run *head, bool strict,
+                 uint64_t now_ms, uint32_t *out_p, uint32_t *out_d)
 {
     bool warm = run->job->warm_up, found = false;
     for (uint32_t d = 0; d < RTR_MAX_WORKERS; d++) {
@@ -484,6 +539,8 @@ static bool pick(struct rtr_route *r, const struct run *run, bool strict, uint64
                 !prefill_could(wp, run_tokens(run)))
                 continue;
             if (run_tokens(run) > rtr_registry_free_tokens(&r->workers, p)) continue;
+            if (is_long(wp, run) && (head || !leaves_lane(wp, wd, run))) continue;
+            if (head && (!is_long(wp, head) || !keeps_lane(wp, wd, head, run))) continue;
             bool take = !found;
             if (found && d == *out_d)
                 take = better(wp, prefill_load(r, p), worker(r, *out_p), prefill_load(r, *out_p));
@@ -531,6 +588,13 @@ static bool reserve(struct rtr_route *r, struct run *run, uint32_t p, uint32_t d
     a->pages = first_pages(wd, run);
     a->n_tokens = a->tokens_left = run_tokens(run);
     a->first_output = run->n_output;
+    a->is_long = is_long(wp, run);
+    if (a->is_long) {
+        wd->long_pages += a->pages;
+        wp->long_tokens += a->n_tokens;
+        wd->long_tickets++;
+        wp->long_tickets++;
+    }
     wd->held_pages += a->pages;
     wp->held_tokens += a->n_tokens;
     wd->tickets++;
@@ -560,11 +624,13 @@ static bool reserve(struct rtr_route *r, struct run *run, uint32_t p, uint32_t d
     return true;
 }
 
-static bool place(struct rtr_route *r, struct run *run, uint64_t now_ms, struct rtr_actions *out)
+static bool place(struct rtr_route *r, struct run *run, const struct run *head, uint64_t now_ms,
+                  struct rtr_actions *out)
 {
     uint32_t p = 0, d = 0;
     bool avoids = run->avoid[P] != RTR_NO_WORKER;
-    if (!(avoids && pick(r, run, true, now_ms, &p, &d)) && !pick(r, run, false, now_ms, &p, &d))
+    if (!(avoids && pick(r, run, head, true, now_ms, &p, &d)) &&
+        !pick(r, run, head, false, now_ms, &p, &d))
         return false;
     return reserve(r, run, p, d, now_ms, out);
 }
@@ -588,7 +654,7 @@ static void dispatch(struct rtr_route *r, bool quiet, uint64_t now_ms, struct rt
     while (n != &r->queue) {
         struct run *run = TOW_CONTAINER(n, struct run, line);
         n = n->next;
-        if (blocked && blocked->passed >= r->cfg.max_passes) return;
+        struct run *head = blocked && blocked->passed >= r->cfg.max_passes ? blocked : NULL;
         if (now_ms < run->not_before_ms) continue;
         if (!could_ever(r, whole_tokens(run))) {
             if (quiet) continue;
@@ -596,7 +662,7 @@ static void dispatch(struct rtr_route *r, bool quiet, uint64_t now_ms, struct rt
             n = r->queue.next; /* its siblings are gone as well */
             continue;
         }
-        if (!place(r, run, now_ms, out)) {
+        if (!place(r, run, head, now_ms, out)) {
             if (!blocked && !run->job->warm_up) blocked = run;
         } else if (blocked) {
             blocked->passed++;
@@ -1029,8 +1095,7 @@ static void on_progress(struct rtr_route *r, struct attempt *a, int s, uint32_t 
     if (s != P || a->side[P].state == SIDE_OVER || done > a->n_tokens) return;
     uint32_t left = a->n_tokens - done;
     if (left < a->tokens_left) {
-        worker(r, a->side[P].slot)->held_tokens -= a->tokens_left - left;
-        a->tokens_left = left;
+        drop_tokens(worker(r, a->side[P].slot), a, a->tokens_left - left);
         r->dirty = true;
     }
     if (!a->run) return;

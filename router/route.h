@@ -24,6 +24,11 @@
  * Queue    At most max_queued runs and max_queued_tokens prompt tokens wait (n counts n); more are refused at
  *          once. In order of arrival; a later run that fits may pass the first that does not fit yet,
  *          max_passes times, then it waits behind. Runs that come back keep their place and count apart.
+ * Lane     A prompt of one chunk must not wait for long ones. Long ones leave an eighth (at least a chunk's
+ *          worth) of each worker's pages, prompt tokens and tickets free. When the first in the queue is long
+ *          and may be passed no more, short ones still pass as long as short ones hold no more than that
+ *          eighth: so it starts when the long ones before it have ended. Only a prompt that leaves no eighth
+ *          at all holds up everyone.
  * Tries    max_attempts failures end a run; being denied for want of room, pushed back or drained is none.
  * Counts   started == finished + failed + cancelled + live, in runs, warm-ups left out.
  */

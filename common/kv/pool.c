@@ -152,6 +152,11 @@ uint32_t kv_pool_capacity(const struct kv_pool *p)
     return p->free_pages.cap;
 }
 
+uint32_t kv_pool_tail_capacity(const struct kv_pool *p)
+{
+    return p->free_tails.cap;
+}
+
 void kv_pool_shuffle(struct kv_pool *p, uint64_t seed)
 {
     stack_shuffle(&p->free_pages, &seed);

@@ -36,6 +36,7 @@ uint8_t *kv_pool_tail(const struct kv_pool *pool, kv_tail_id id); /* [any thread
 uint32_t kv_pool_free_pages(const struct kv_pool *pool);
 uint32_t kv_pool_free_tails(const struct kv_pool *pool);
 uint32_t kv_pool_capacity(const struct kv_pool *pool); /* pages */
+uint32_t kv_pool_tail_capacity(const struct kv_pool *pool);
 
 /* Puts the free lists in an order drawn from seed: with every list in order, tests pass by luck. */
 void kv_pool_shuffle(struct kv_pool *pool, uint64_t seed);

@@ -117,6 +117,47 @@ static void test_pre_sched__short_prompt_waits_for_one_long_chunk(void **state)
     teardown(&w);
 }
 
+/* Ends the chunk in flight; the ticket whose last chunk it was, else 0. */
+static uint64_t end_chunk(struct world *w)
+{
+    step(w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    struct pre_action *offer = find(w, PRE_DO_OFFER, 0);
+    return offer && offer->tail ? offer->job->ticket.id : 0;
+}
+
+/* OP-08: a long prompt that waits for pages holds up no short one, and gets its pages although they never cease. */
+static void test_pre_sched__waiting_long_prompt_holds_up_no_short_one(void **state)
+{
+    (void)state;
+    struct world w;
+    struct pre_stats s;
+    setup(&w, 50, 2000);
+    for (uint64_t id = 1; id <= 5; id++)
+        submit(&w, id, 40); /* 10 pages each; long ones have 44 of 50 */
+    pre_sched_stats(w.sched, &s);
+    assert_int_equal(s.active, 4);
+    for (uint64_t id = 100; id < 300; id++) { /* far more than it may be passed */
+        submit(&w, id, 3);
+        for (uint32_t waited = 1; end_chunk(&w) != id; waited++) assert_in_range(waited, 1, 2);
+        ended(&w, id, 0);
+    }
+    pre_sched_stats(w.sched, &s);
+    assert_int_equal(s.shipping, 4); /* computed; decode has not fetched their pages yet */
+    assert_int_equal(s.queued, 1);
+    submit(&w, 300, 3);
+    submit(&w, 301, 3);
+    ended(&w, 1, 0);
+    pre_sched_stats(w.sched, &s);
+    assert_int_equal(s.queued, 0);
+    uint64_t over = 0;
+    while (over != 5) {
+        if ((over = end_chunk(&w))) ended(&w, over, 0);
+    }
+    for (uint64_t id = 2; id <= 4; id++) ended(&w, id, 0);
+    assert_int_equal(kv_pool_free_pages(w.pool), 50);
+    teardown(&w);
+}
+
 /* KV-11: stops at the chunk boundary; pages are back only when mover and engine are both done. */
 static void test_pre_sched__cancel_waits_for_the_chunk_and_the_mover(void **state)
 {
@@ -247,6 +288,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_pre_sched__token_beyond_the_vocabulary_is_refused),
         cmocka_unit_test(test_pre_sched__short_prompt_waits_for_one_long_chunk),
+        cmocka_unit_test(test_pre_sched__waiting_long_prompt_holds_up_no_short_one),
         cmocka_unit_test(test_pre_sched__cancel_waits_for_the_chunk_and_the_mover),
         cmocka_unit_test(test_pre_sched__limits_hold_exactly_and_name_themselves),
         cmocka_unit_test(test_pre_sched__every_length_is_offered_whole),

@@ -426,6 +426,71 @@ static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **
     teardown(&w);
 }
 
+static struct wire_ticket reserved(struct world *w)
+{
+    struct rtr_action *r = sent(w, WIRE_RESERVE_MSG);
+    assert_non_null(r);
+    return r->msg.reserve.ticket;
+}
+
+static void run_through(struct world *w, struct wire_ticket t)
+{
+    grant(w, D1, t);
+    done(w, t);
+    tokens(w, D1, t, 0, 2);
+    finish(w, D1, t, 2, true);
+}
+
+/* OP-08: while a long prompt waits for room, any number of short ones is placed at once; and it gets its room all
+ * the same, though short ones never cease. */
+static void test_route__short_prompts_never_wait_for_long_ones_and_starve_none(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    struct wire_ticket long_ones[3], shorts[8];
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    for (int i = 0; i < 3; i++) { /* 300 of the 350 tokens that long ones may hold of 400 */
+        assert_int_equal(submit(&w, 1, 100, 2, &job, &f), 0);
+        long_ones[i] = reserved(&w);
+    }
+    assert_int_equal(submit(&w, 1, 100, 2, &job, &f), 0);
+    assert_null(sent(&w, WIRE_RESERVE_MSG));
+    for (int i = 0; i < 300; i++) { /* far more than it may be passed */
+        assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+        run_through(&w, reserved(&w));
+        assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+    }
+    uint32_t n =
+        0; /* at once: as many as their eighth holds (12 pages of 100), then they wait too */
+    for (;; n++) {
+        assert_in_range(n, 0, 7);
+        assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+        if (!sent(&w, WIRE_RESERVE_MSG)) break;
+        shorts[n] = reserved(&w);
+    }
+    assert_int_equal(n, 4);
+    /* One long one ends: its room is for the long one that waits, however many short ones are there. */
+    grant(&w, D1, long_ones[0]);
+    done(&w, long_ones[0]);
+    tokens(&w, D1, long_ones[0], 0, 2);
+    finish(&w, D1, long_ones[0], 2, true);
+    assert_non_null(nth(&w, RTR_DO_SEND, WIRE_RESERVE_MSG, D1, 0));
+    bool started = false;
+    for (int i = 0; nth(&w, RTR_DO_SEND, WIRE_RESERVE_MSG, D1, i); i++)
+        started |= nth(&w, RTR_DO_SEND, WIRE_RESERVE_MSG, D1, i)->msg.reserve.n_tokens == 100;
+    assert_true(started);
+    for (uint32_t i = 0; i < n; i++) run_through(&w, shorts[i]);
+    event(&w, RTR_ON_CLOSED, D1);
+    assert_int_equal(worker(&w, "d1")->long_pages + worker(&w, "d1")->long_tickets, 0);
+    event(&w, RTR_ON_CLOSED, P1);
+    assert_int_equal(worker(&w, "p1")->long_tokens + worker(&w, "p1")->long_tickets, 0);
+    teardown(&w);
+}
+
 /* Loss of D in mid-stream: the next attempt has prompt + outputs, and the client sees no seam. RT-09: load is zero. */
 static void test_route__stream_goes_on_elsewhere_after_loss_of_decode(void **state)
 {
@@ -581,6 +646,7 @@ int main(void)
         cmocka_unit_test(test_route__queue_has_exact_limits),
         cmocka_unit_test(test_route__busy_worker_is_tried_again_and_never_left_out),
         cmocka_unit_test(test_route__failing_worker_is_left_out_probed_and_comes_back),
+        cmocka_unit_test(test_route__short_prompts_never_wait_for_long_ones_and_starve_none),
         cmocka_unit_test(test_route__stream_goes_on_elsewhere_after_loss_of_decode),
         cmocka_unit_test(test_route__prefill_that_fails_behind_a_stream_does_not_disturb_it),
         cmocka_unit_test(test_route__gap_in_the_tokens_goes_elsewhere),
