@@ -8,6 +8,9 @@ import harness
 from harness import Cluster, Job, filler, smoke, wait_for
 
 OPTIONS = {"prompts": 200}
+# Chunks from a lone short prompt's arrival to its first token: the one in flight, one of a long prompt, its own; see
+# docs/operations.md. And what may end besides while the test reads the counter, asks, and reads it again.
+SHORT_CHUNKS, READING = 3, 5
 
 
 def refused(status, headers, data, reasons):
@@ -55,16 +58,19 @@ def test_flood_of_long_prompts(build):
             return "answered"
 
         def short_ones():
-            times = []
+            times, chunks = [], []
             while not over:
-                s = c.stream(chat_body("Who are you?")).read()
+                before = c.prefills[0].metric("chunks_total")
+                s = c.stream(chat_body("Who are you?")).read(1)
                 if s.status == 200:
+                    chunks.append(int(c.prefills[0].metric("chunks_total") - before))
+                    s.read()
                     assert s.text() == want and s.done, s.text()
                     times.append(s.first_token_s())
                 else:
                     refused(s.status, s.headers, s.raw, ("queue_full", "queue_tokens_full", "queue_timeout"))
                     time.sleep(0.1)
-            return times
+            return sorted(times), sorted(chunks)
         watcher, short = Job(watch), Job(short_ones)
         start, jobs = time.monotonic(), []
         for i in range(OPTIONS["prompts"]):
@@ -74,16 +80,16 @@ def test_flood_of_long_prompts(build):
         ended = [j.result(120) for j in jobs]
         over.append(True)
         watcher.result()
-        times = sorted(short.result())
+        times, chunks = short.result()
         assert ended.count("answered") > 0 and len(ended) - ended.count("answered") > OPTIONS["prompts"] // 4, ended
         assert 0 < seen["runs"] <= limits["runs"] and 0 < seen["tokens"] <= limits["tokens"], (seen, limits)
         assert seen["pending"] <= limits["pending"], (seen, limits)
         print("     %d answered, %d refused; most queued %d runs, %d tokens; at prefill %d; %d short ones, first token after "
-              "%.2f s (median), %.2f s (worst)" % (ended.count("answered"), len(ended) - ended.count("answered"), seen["runs"],
-                                                   seen["tokens"], seen["pending"], len(times), times[len(times) // 2],
-                                                   times[-1]), flush=True)
-        assert len(times) >= 3 and times[-1] < limits["seconds"] * harness.SLACK
-        assert times[len(times) // 2] < 10 * harness.SLACK, times
+              "%d chunks, %.2f s (median), %d chunks, %.2f s (worst)" % (ended.count("answered"), len(ended) - ended.count("answered"), seen["runs"],
+                                                   seen["tokens"], seen["pending"], len(times), chunks[len(times) // 2],
+                                                   times[len(times) // 2], chunks[-1], times[-1]), flush=True)
+        assert len(times) >= 3 and chunks[-1] <= SHORT_CHUNKS + READING, chunks
+        assert chunks[len(chunks) // 2] <= SHORT_CHUNKS, chunks
         c.wait_idle(30)
         # RT-03: back-pressure is no illness; the next request is served at once
         status, answer = c.chat("Who are you?")
