@@ -26,6 +26,7 @@
 #include "common/base/err.h"
 #include "common/base/list.h"
 #include "common/base/log.h"
+#include "common/net/listen.h"
 #include "router/http_parse.h"
 
 #include <netinet/in.h>
@@ -47,7 +48,6 @@
 #define LINGER_BYTES   ((size_t)4 << 20)
 #define KEEP_BUFFER    16384 /* a larger buffer is given back when it runs empty */
 #define TURN_AWAY      64    /* connections above the limit that are told so */
-#define LISTEN_BACKLOG 1024
 #define CONTINUE_LINE  "HTTP/1.1 100 Continue\r\n\r\n"
 
 const struct rtr_http_limits rtr_http_defaults = {
@@ -105,8 +105,8 @@ struct rtr_exchange { /* a connection with the exchange that runs on it */
 };
 
 struct rtr_http {
-    uv_loop_t *loop; /* borrowed */
-    uv_tcp_t listener;
+    uv_loop_t *loop;           /* borrowed */
+    struct net_listen *listen; /* owned */
     uv_timer_t sweep;
     uv_idle_t idle;
     struct rtr_http_limits limits;
@@ -114,9 +114,8 @@ struct rtr_http {
     void *ctx; /* borrowed */
     struct tow_list conns, ready;
     struct rtr_http_stats stats;
-    uint16_t port;
     bool draining, closing;
-    uint32_t open_handles; /* listener, sweep, idle and connections */
+    uint32_t open_handles; /* listen, sweep, idle and connections */
     void (*on_closed)(void *arg);
     void *on_closed_arg;
     char date[64];
@@ -661,18 +660,16 @@ static void on_sweep(uv_timer_t *timer)
 
 /* ---- server ---- */
 
-static void on_connection(uv_stream_t *listener, int status)
+static void on_client(void *arg)
 {
-    struct rtr_http *s = listener->data;
-    if (status < 0) {
-        tow_warn("http: accept: %s", uv_strerror(status));
-        return;
-    }
-    if (s->closing) return;
+    struct rtr_http *s = arg;
     /* Some more than the limit are let in, to be told; what comes beyond those is closed at once. */
     bool full = s->stats.connections >= s->limits.max_connections;
     struct rtr_exchange *x = calloc(1, sizeof *x);
-    if (!x) return;
+    if (!x) {
+        net_listen_turn_away(s->listen);
+        return;
+    }
     x->server = s;
     uv_tcp_init(s->loop, &x->tcp);
     x->tcp.data = x;
@@ -688,7 +685,7 @@ static void on_connection(uv_stream_t *listener, int status)
     tow_buf_init(&x->sending, 0);
     rtr_http_parser_init(&x->parser, s->limits.max_head_bytes, s->limits.max_body_bytes);
     x->since_ms = now_ms(s);
-    if (uv_accept(listener, (uv_stream_t *)&x->tcp) < 0) {
+    if (net_listen_accept(s->listen, &x->tcp) < 0) {
         close_conn(x);
         return;
     }
@@ -705,44 +702,20 @@ static void on_connection(uv_stream_t *listener, int status)
     }
 }
 
-static int parse_addr(const char *addr, struct sockaddr_storage *out, struct tow_err *err)
-{
-    char host[64];
-    const char *colon = strrchr(addr, ':');
-    char *end = NULL;
-    unsigned long port = colon ? strtoul(colon + 1, &end, 10) : 0;
-    size_t n = colon ? (size_t)(colon - addr) : 0;
-    const char *from = addr;
-    if (n >= 2 && addr[0] == '[' && addr[n - 1] == ']') {
-        from++;
-        n -= 2;
-    }
-    bool good = colon && colon[1] >= '0' && colon[1] <= '9' && *end == 0 && port <= 65535 &&
-                n > 0 && n < sizeof host;
-    if (good) {
-        memcpy(host, from, n);
-        host[n] = 0;
-        good = from != addr ? uv_ip6_addr(host, (int)port, (struct sockaddr_in6 *)out) == 0
-                            : uv_ip4_addr(host, (int)port, (struct sockaddr_in *)out) == 0;
-    }
-    if (good) return 0;
-    return tow_fail(err, TOW_ECONFIG,
-                    "--http %s: not an address and a port, such as 127.0.0.1:8000 or [::1]:8000",
-                    addr);
-}
-
 static void on_part_closed(uv_handle_t *handle)
 {
     handle_closed(handle->data);
+}
+
+static void on_listen_closed(void *arg)
+{
+    handle_closed(arg);
 }
 
 int rtr_http_open(struct rtr_http **out, struct uv_loop_s *loop, const char *addr,
                   const struct rtr_http_limits *limits, const struct rtr_http_handler *handler,
                   void *ctx, struct tow_err *err)
 {
-    struct sockaddr_storage sa = {0};
-    int rc = parse_addr(addr, &sa, err);
-    if (rc < 0) return rc;
     struct rtr_http *s = calloc(1, sizeof *s);
     if (!s) return tow_fail(err, TOW_ENOMEM, "--http %s: out of memory", addr);
     s->loop = loop;
@@ -751,23 +724,15 @@ int rtr_http_open(struct rtr_http **out, struct uv_loop_s *loop, const char *add
     s->ctx = ctx;
     tow_list_init(&s->conns);
     tow_list_init(&s->ready);
+    int rc = net_listen_open(&s->listen, loop, addr, "--http", on_client, s, err);
+    if (rc < 0) {
+        free(s);
+        return rc;
+    }
     s->open_handles = 3;
-    uv_tcp_init(loop, &s->listener);
     uv_timer_init(loop, &s->sweep);
     uv_idle_init(loop, &s->idle);
-    s->listener.data = s->sweep.data = s->idle.data = s;
-    int uv = uv_tcp_bind(&s->listener, (struct sockaddr *)&sa, 0);
-    if (uv == 0) uv = uv_listen((uv_stream_t *)&s->listener, LISTEN_BACKLOG, on_connection);
-    if (uv < 0) {
-        rtr_http_close(s, NULL, NULL);
-        return tow_fail(err, TOW_ECONFIG, "--http %s: cannot listen there: %s", addr,
-                        uv_strerror(uv));
-    }
-    struct sockaddr_storage got = {0};
-    int len = sizeof got;
-    uv_tcp_getsockname(&s->listener, (struct sockaddr *)&got, &len);
-    s->port = ntohs(got.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&got)->sin6_port
-                                              : ((struct sockaddr_in *)&got)->sin_port);
+    s->sweep.data = s->idle.data = s;
     uv_timer_start(&s->sweep, on_sweep, SWEEP_MS, SWEEP_MS);
     *out = s;
     return 0;
@@ -775,7 +740,7 @@ int rtr_http_open(struct rtr_http **out, struct uv_loop_s *loop, const char *add
 
 uint16_t rtr_http_port(const struct rtr_http *s)
 {
-    return s->port;
+    return net_listen_port(s->listen);
 }
 
 void rtr_http_drain(struct rtr_http *s)
@@ -792,7 +757,7 @@ void rtr_http_close(struct rtr_http *s, void (*on_closed)(void *arg), void *arg)
     TOW_LIST_EACH_SAFE (n, &s->conns) {
         close_conn(TOW_CONTAINER(n, struct rtr_exchange, link));
     }
-    uv_close((uv_handle_t *)&s->listener, on_part_closed);
+    net_listen_close(s->listen, on_listen_closed, s);
     uv_close((uv_handle_t *)&s->sweep, on_part_closed);
     uv_close((uv_handle_t *)&s->idle, on_part_closed);
 }

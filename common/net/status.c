@@ -9,30 +9,22 @@
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/base/list.h"
+#include "common/net/listen.h"
 #include "common/net/loop.h"
 
-#include <arpa/inet.h>
 #include <stdbool.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <uv.h>
 
-enum {
-    HEAD_MAX = 4096,
-    CONNECTIONS_MAX = 64,
-    EXCHANGE_MS = 10000,
-    ANSWER_MAX = 1 << 20,
-    BACKLOG = 64
-};
+enum { HEAD_MAX = 4096, CONNECTIONS_MAX = 64, EXCHANGE_MS = 10000, ANSWER_MAX = 1 << 20 };
 
 struct net_status {
-    uv_tcp_t tcp;
-    struct net_loop *loop; /* borrowed */
+    struct net_listen *listen; /* owned; NULL once closed */
+    struct net_loop *loop;     /* borrowed */
     struct net_status_hooks hooks;
     struct tow_list connections;
     uint32_t n_connections;
-    uint16_t port;
     bool closing;
 };
 
@@ -51,7 +43,7 @@ struct connection {
 
 static void maybe_free(struct net_status *s)
 {
-    if (!s->closing || s->n_connections > 0 || s->tcp.data) return;
+    if (!s->closing || s->n_connections > 0 || s->listen) return;
     net_loop_hold(s->loop, -1);
     free(s);
 }
@@ -237,21 +229,24 @@ static void on_read(uv_stream_t *uv, ssize_t n, const uv_buf_t *buf)
         answer_text(c, 431, "request head above 4096 bytes");
 }
 
-static void on_connection(uv_stream_t *uv, int rc)
+static void on_client(void *arg)
 {
-    struct net_status *s = uv->data;
-    if (rc < 0) return;
+    struct net_status *s = arg;
     struct connection *c = calloc(1, sizeof *c);
-    if (!c) return;
+    if (!c) {
+        net_listen_turn_away(s->listen);
+        return;
+    }
+    uv_loop_t *loop = net_loop_uv(s->loop);
     c->status = s;
     tow_buf_init(&c->answer, ANSWER_MAX);
-    uv_tcp_init(uv->loop, &c->tcp);
-    uv_timer_init(uv->loop, &c->timer);
+    uv_tcp_init(loop, &c->tcp);
+    uv_timer_init(loop, &c->timer);
     c->tcp.data = c->timer.data = c;
     c->n_handles = 2;
     tow_list_append(&s->connections, &c->node);
     s->n_connections++;
-    if (uv_accept(uv, (uv_stream_t *)&c->tcp) < 0 || s->n_connections > CONNECTIONS_MAX) {
+    if (net_listen_accept(s->listen, &c->tcp) < 0 || s->n_connections > CONNECTIONS_MAX) {
         drop(c);
         return;
     }
@@ -259,78 +254,40 @@ static void on_connection(uv_stream_t *uv, int rc)
     if (uv_read_start((uv_stream_t *)&c->tcp, on_alloc, on_read) < 0) drop(c);
 }
 
-static int parse_addr(const char *addr, struct sockaddr_storage *out, struct tow_err *err)
+static void on_listen_closed(void *arg)
 {
-    char host[64];
-    const char *colon = strrchr(addr, ':');
-    char *end = NULL;
-    unsigned long port = colon && colon[1] ? strtoul(colon + 1, &end, 10) : 70000;
-    size_t n = colon ? (size_t)(colon - addr) : 0;
-    if (!end || *end || port > 65535 || n >= sizeof host || strspn(colon + 1, "0123456789") > 5)
-        goto bad;
-    memcpy(host, addr, n);
-    host[n] = '\0';
-    int rc;
-    if (n >= 2 && host[0] == '[' && host[n - 1] == ']') {
-        host[n - 1] = '\0';
-        rc = uv_ip6_addr(host + 1, (int)port, (struct sockaddr_in6 *)out);
-    } else {
-        if (strcmp(host, "localhost") == 0) snprintf(host, sizeof host, "127.0.0.1");
-        rc = uv_ip4_addr(n ? host : "127.0.0.1", (int)port, (struct sockaddr_in *)out);
-    }
-    if (rc == 0) return 0;
-bad:
-    return tow_fail(err, TOW_ECONFIG,
-                    "--status %s: an address and port are needed, as 127.0.0.1:8001 or [::1]:8001",
-                    addr);
-}
-
-static void on_listener_closed(uv_handle_t *uv)
-{
-    struct net_status *s = uv->data;
-    uv->data = NULL;
+    struct net_status *s = arg;
+    s->listen = NULL;
     maybe_free(s);
 }
 
 int net_status_open(struct net_status **out, struct net_loop *loop, const char *addr,
                     const struct net_status_hooks *hooks, struct tow_err *err)
 {
-    struct sockaddr_storage sa = {0};
-    int rc = parse_addr(addr, &sa, err);
-    if (rc < 0) return rc;
     struct net_status *s = calloc(1, sizeof *s);
     if (!s) return tow_fail(err, TOW_ENOMEM, "--status %s: no memory", addr);
     s->loop = loop;
     s->hooks = *hooks;
     tow_list_init(&s->connections);
-    uv_tcp_init(net_loop_uv(loop), &s->tcp);
-    s->tcp.data = s;
-    net_loop_hold(loop, 1);
-    rc = uv_tcp_bind(&s->tcp, (struct sockaddr *)&sa, 0);
-    if (rc == 0) rc = uv_listen((uv_stream_t *)&s->tcp, BACKLOG, on_connection);
-    if (rc == 0) {
-        int n = sizeof sa;
-        rc = uv_tcp_getsockname(&s->tcp, (struct sockaddr *)&sa, &n);
-    }
+    int rc = net_listen_open(&s->listen, net_loop_uv(loop), addr, "--status", on_client, s, err);
     if (rc < 0) {
-        net_status_close(s);
-        return tow_fail(err, TOW_ECONFIG, "--status %s: cannot listen: %s", addr, uv_strerror(rc));
+        free(s);
+        return rc;
     }
-    s->port = ntohs(sa.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&sa)->sin6_port
-                                             : ((struct sockaddr_in *)&sa)->sin_port);
+    net_loop_hold(loop, 1);
     *out = s;
     return 0;
 }
 
 uint16_t net_status_port(const struct net_status *s)
 {
-    return s->port;
+    return net_listen_port(s->listen);
 }
 
 void net_status_close(struct net_status *s)
 {
     if (!s || s->closing) return;
     s->closing = true;
-    uv_close((uv_handle_t *)&s->tcp, on_listener_closed);
+    net_listen_close(s->listen, on_listen_closed, s);
     TOW_LIST_EACH (n, &s->connections) drop(TOW_CONTAINER(n, struct connection, node));
 }

@@ -8,16 +8,23 @@
 #include "common/base/err.h"
 #include "common/kv/table.h"
 #include "common/model/forward.h"
+#include "common/net/loop.h"
+#include "common/net/status.h"
 #include "common/text/chat.h"
 #include "common/text/json.h"
 #include "common/text/tokenizer.h"
 #include "deploy/ctl/eval.h"
+#include "router/http_conn.h"
 
+#include <arpa/inet.h>
+#include <errno.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
+#include <time.h>
 #include <unistd.h>
 
 void *__real_malloc(size_t n);
@@ -28,10 +35,12 @@ void __real_free(void *p);
 
 static _Atomic long passed, fail_at, live; /* live: blocks out since the scenario began */
 static _Atomic int counting;
+static _Atomic int all_fail;
 
 static int fails(void)
 {
-    return atomic_load(&counting) && atomic_fetch_add(&passed, 1) + 1 == atomic_load(&fail_at);
+    return atomic_load(&all_fail) ||
+           (atomic_load(&counting) && atomic_fetch_add(&passed, 1) + 1 == atomic_load(&fail_at));
 }
 static void *out(void *p)
 {
@@ -204,12 +213,78 @@ static void test_alloc__text(void **state)
     text_tokenizer_free(t);
 }
 
+/* ---- clients of a server that has no memory for them ---- */
+
+static int connect_to(uint16_t port)
+{
+    struct sockaddr_in a = {
+        .sin_family = AF_INET, .sin_port = htons(port), .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    assert_int_equal(connect(fd, (struct sockaddr *)&a, sizeof a), 0);
+    return fd;
+}
+
+/* Turns the loop until the client has bytes or its end; how many, or -1 with errno. */
+static ssize_t hear(struct net_loop *loop, int fd, char *buf, size_t cap)
+{
+    time_t until = time(NULL) + 10;
+    for (;;) {
+        net_loop_turn(loop, 0);
+        ssize_t n = recv(fd, buf, cap, MSG_DONTWAIT);
+        if (n >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK)) return n;
+        if (time(NULL) > until) fail_msg("the listener is deaf");
+    }
+}
+
+static void check_not_deaf(struct net_loop *loop, uint16_t port)
+{
+    enum { CLIENTS = 5 };
+    int fds[CLIENTS];
+    char buf[4096];
+    /* All at once, so that one waits while another is being turned away. */
+    for (int i = 0; i < CLIENTS; i++) fds[i] = connect_to(port);
+    atomic_store(&all_fail, 1);
+    for (int i = 0; i < CLIENTS; i++) {
+        assert_true(hear(loop, fds[i], buf, sizeof buf) <= 0);
+        close(fds[i]);
+    }
+    atomic_store(&all_fail, 0);
+    int fd = connect_to(port);
+    assert_int_equal(send(fd, "nonsense\r\n\r\n", 12, MSG_NOSIGNAL), 12);
+    ssize_t n = hear(loop, fd, buf, sizeof buf - 1);
+    assert_true(n > 12);
+    buf[n] = 0;
+    assert_memory_equal(buf, "HTTP/1.1 400", 12);
+    close(fd);
+}
+
+static void test_alloc__listeners_do_not_go_deaf(void **state)
+{
+    (void)state;
+    const struct net_status_hooks hooks = {0}; /* no request of this test gets so far */
+    const struct rtr_http_handler handler = {0};
+    struct net_loop *loop = NULL;
+    struct net_status *status = NULL;
+    struct rtr_http *http = NULL;
+    assert_int_equal(net_loop_open(&loop, NULL), 0);
+    assert_int_equal(net_status_open(&status, loop, "127.0.0.1:0", &hooks, NULL), 0);
+    assert_int_equal(rtr_http_open(&http, net_loop_uv(loop), "127.0.0.1:0", &rtr_http_defaults,
+                                   &handler, NULL, NULL),
+                     0);
+    check_not_deaf(loop, net_status_port(status));
+    check_not_deaf(loop, rtr_http_port(http));
+    net_status_close(status);
+    rtr_http_close(http, NULL, NULL);
+    net_loop_free(loop);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_alloc__opening_a_model),
         cmocka_unit_test(test_alloc__eval),
         cmocka_unit_test(test_alloc__text),
+        cmocka_unit_test(test_alloc__listeners_do_not_go_deaf),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
