@@ -13,7 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BUCKETS 1024u /* of the ticket table; tickets are random */
+#define BUCKETS         1024u /* of the ticket table; tickets are random */
+#define CANCEL_AGAIN_MS 1000u
 
 struct dec_sched {
     struct dec_sched_config cfg;
@@ -27,6 +28,7 @@ struct dec_sched {
     uint32_t in_state[DEC_SEQ_STATES];
     bool draining, drained;
     uint64_t drain_ends_ms; /* UINT64_MAX: no limit */
+    uint64_t cancelled_ms;  /* all of them, last */
     struct dec_stats stats;
 };
 
@@ -142,6 +144,13 @@ static void closed(struct dec_sched *d, struct dec_seq *s, uint64_t now_ms, stru
     }
 }
 
+static void cancel_move(struct dec_seq *s, struct dec_actions *out)
+{
+    struct dec_action *a = act(out, DEC_DO_CANCEL_MOVE);
+    a->ticket = s->ticket;
+    a->code = s->outcome ? s->outcome : TOW_ECANCEL;
+}
+
 /* on_cancel, on_failed_move, on_router_lost, on_pushed_back, on_drain_limit */
 static void close_seq(struct dec_sched *d, struct dec_seq *s, int outcome, const char *why,
                       uint64_t now_ms, struct dec_actions *out)
@@ -152,9 +161,7 @@ static void close_seq(struct dec_sched *d, struct dec_seq *s, int outcome, const
     bool stepping = s->state == DEC_SEQ_RUNNING;
     set_state(d, s, DEC_SEQ_CLOSING, now_ms);
     if (s->mover_live) {
-        struct dec_action *a = act(out, DEC_DO_CANCEL_MOVE);
-        a->ticket = s->ticket;
-        a->code = outcome ? outcome : TOW_ECANCEL;
+        cancel_move(s, out);
     } else if (!stepping) {
         closed(d, s, now_ms, out);
     }
@@ -405,6 +412,17 @@ static void next_step(struct dec_sched *d, uint64_t now_ms, struct dec_actions *
     a->n = d->n_batch;
 }
 
+/* A cancel may be lost (no memory, a full queue), and then only the lease would end the move. */
+static void cancel_again(struct dec_sched *d, uint64_t now_ms, struct dec_actions *out)
+{
+    if (now_ms < d->cancelled_ms + CANCEL_AGAIN_MS) return;
+    d->cancelled_ms = now_ms;
+    TOW_LIST_EACH (n, &d->age) {
+        struct dec_seq *s = TOW_CONTAINER(n, struct dec_seq, age);
+        if (s->state == DEC_SEQ_CLOSING && s->mover_live) cancel_move(s, out);
+    }
+}
+
 /* --- drain -------------------------------------------------------------------------------------------- */
 
 static void on_drain(struct dec_sched *d, uint32_t limit_ms, uint64_t now_ms)
@@ -450,7 +468,7 @@ void dec_sched_step(struct dec_sched *d, const struct dec_event *ev, struct dec_
     case DEC_ON_LOADED: on_loaded(d, ev, out); break;
     case DEC_ON_STEPPED: on_stepped(d, ev, out); break;
     case DEC_ON_DRAIN: on_drain(d, ev->limit_ms, ev->now_ms); break;
-    case DEC_ON_TICK: break;
+    case DEC_ON_TICK: cancel_again(d, ev->now_ms, out); break;
     }
     check_drain(d, ev->now_ms, out);
     next_step(d, ev->now_ms, out);

@@ -70,7 +70,7 @@ struct dec_event {
 enum dec_action_kind {
     DEC_DO_SEND,        /* msg to the router behind owner */
     DEC_DO_EXPECT,      /* kv_mover_expect() for seq; comes before its GRANT */
-    DEC_DO_CANCEL_MOVE, /* kv_mover_cancel(ticket, code); DEC_ON_LOADED will follow */
+    DEC_DO_CANCEL_MOVE, /* kv_mover_cancel(ticket, code); again each second until DEC_ON_LOADED */
     DEC_DO_OPEN,        /* seq became ready: make its engine state (sampler, prior outputs) */
     DEC_DO_CLOSE,       /* drop its engine state; comes before its pages are given back */
     DEC_DO_STEP,        /* one step with batch[n]; exactly one DEC_ON_STEPPED must follow */

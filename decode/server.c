@@ -198,8 +198,8 @@ static void on_message(void *self, uint64_t owner, const struct wire_msg *m)
     struct server *d = self;
     if (m->type == WIRE_UNPAIR_MSG) {
         char name[WIRE_MAX_NAME + 1];
-        kv_mover_drop(d->w->mover, wire_text_copy(m->unpair.name, name, sizeof name),
-                      m->unpair.incarnation);
+        work_drop_peer(d->w, wire_text_copy(m->unpair.name, name, sizeof name),
+                       m->unpair.incarnation);
         return;
     }
     struct dec_event ev = {.kind = DEC_ON_MESSAGE, .owner = owner, .msg = m};

@@ -29,7 +29,7 @@ struct pre_sched {
     /* Started and not over, longer than a chunk (1) and not (0): pages taken at first, and jobs. */
     uint32_t held_pages[2], held_tails[2];
     uint32_t in_state[PRE_JOB_STATES];
-    uint64_t touched_ms;
+    uint64_t touched_ms, cancelled_ms; /* all of them, last */
     bool draining, drained;
     uint64_t drain_ends_ms;
     struct pre_stats stats;
@@ -165,6 +165,13 @@ static void closed(struct pre_sched *p, struct pre_job *j, uint64_t now_ms, stru
     m->note = wire_text(j->why);
 }
 
+static void cancel_move(struct pre_job *j, struct pre_actions *out)
+{
+    struct pre_action *a = act(out, PRE_DO_CANCEL_MOVE);
+    a->ticket = j->ticket;
+    a->code = j->outcome ? j->outcome : TOW_ECANCEL;
+}
+
 /* on_cancel, on_failed_move, on_failed_chunk, on_router_lost, on_drain_limit */
 static void close_job(struct pre_sched *p, struct pre_job *j, int outcome, const char *why,
                       uint64_t now_ms, struct pre_actions *out)
@@ -175,9 +182,7 @@ static void close_job(struct pre_sched *p, struct pre_job *j, int outcome, const
     p->pending_tokens -= j->n_tokens - j->n_done;
     set_state(p, j, PRE_JOB_CLOSING, now_ms);
     if (j->mover_live) {
-        struct pre_action *a = act(out, PRE_DO_CANCEL_MOVE);
-        a->ticket = j->ticket;
-        a->code = outcome ? outcome : TOW_ECANCEL;
+        cancel_move(j, out);
     } else if (!j->computing) {
         closed(p, j, now_ms, out);
     }
@@ -418,6 +423,12 @@ static int as_seen_here(int code)
     return as_it_is ? code : TOW_EPEER;
 }
 
+static void on_unoffered(struct pre_sched *p, const struct pre_event *ev, struct pre_actions *out)
+{
+    struct pre_job *j = find_exact(p, ev->ticket);
+    if (j) close_job(p, j, ev->code, "the pages could not be offered", ev->now_ms, out);
+}
+
 static void on_ended(struct pre_sched *p, const struct pre_event *ev, struct pre_actions *out)
 {
     struct pre_job *j = find_exact(p, ev->ticket);
@@ -451,6 +462,17 @@ static void touch(struct pre_sched *p, uint64_t now_ms, struct pre_actions *out)
         struct pre_job *j = TOW_CONTAINER(n, struct pre_job, all);
         if (j->state == PRE_JOB_QUEUED || j->state == PRE_JOB_ACTIVE)
             act(out, PRE_DO_TOUCH)->ticket = j->ticket;
+    }
+}
+
+/* A cancel may be lost (no memory, a full queue), and then only the lease would end the move. */
+static void cancel_again(struct pre_sched *p, uint64_t now_ms, struct pre_actions *out)
+{
+    if (now_ms < p->cancelled_ms + p->cfg.touch_ms) return;
+    p->cancelled_ms = now_ms;
+    TOW_LIST_EACH (n, &p->all) {
+        struct pre_job *j = TOW_CONTAINER(n, struct pre_job, all);
+        if (j->state == PRE_JOB_CLOSING && j->mover_live) cancel_move(j, out);
     }
 }
 
@@ -496,8 +518,12 @@ void pre_sched_step(struct pre_sched *p, const struct pre_event *ev, struct pre_
     case PRE_ON_CHUNK: on_chunk(p, ev, out); break;
     case PRE_ON_PART: on_part(p, ev); break;
     case PRE_ON_ENDED: on_ended(p, ev, out); break;
+    case PRE_ON_UNOFFERED: on_unoffered(p, ev, out); break;
     case PRE_ON_DRAIN: on_drain(p, ev->limit_ms, ev->now_ms); break;
-    case PRE_ON_TICK: touch(p, ev->now_ms, out); break;
+    case PRE_ON_TICK:
+        touch(p, ev->now_ms, out);
+        cancel_again(p, ev->now_ms, out);
+        break;
     }
     check_drain(p, ev->now_ms, out);
     start_jobs(p, ev->now_ms, out);

@@ -39,16 +39,18 @@ struct pre_sched_config {
     uint32_t max_jobs;   /* live at once, 1..65536 */
     uint32_t n_vocab;    /* token ids are below it; 0: not checked */
     uint32_t max_passes; /* 0: 64 */
-    uint32_t touch_ms;   /* 0: 1000; how often waiting tickets are kept alive */
-    uint32_t stall_ms;   /* 0: 60000; a chunk longer than this stops keeping tickets alive */
+    uint32_t
+        touch_ms; /* 0: 1000; how often waiting tickets are kept alive, and moves cancelled again */
+    uint32_t stall_ms; /* 0: 60000; a chunk longer than this stops keeping tickets alive */
 };
 
 enum pre_event_kind {
     PRE_ON_MESSAGE, /* PREFILL, CANCEL or DRAIN from a router; others are ignored */
     PRE_ON_ROUTER_LOST,
-    PRE_ON_CHUNK, /* the engine finished the chunk it was given */
-    PRE_ON_PART,  /* the decode side has page `index`, verified */
-    PRE_ON_ENDED, /* the mover is done with ticket: 0 when all arrived */
+    PRE_ON_CHUNK,     /* the engine finished the chunk it was given */
+    PRE_ON_PART,      /* the decode side has page `index`, verified */
+    PRE_ON_ENDED,     /* the mover is done with ticket: 0 when all arrived */
+    PRE_ON_UNOFFERED, /* the mover did not take what PRE_DO_OFFER gave it for ticket; code says why */
     PRE_ON_DRAIN,
     PRE_ON_TICK /* at least each second */
 };
@@ -58,9 +60,9 @@ struct pre_event {
     uint64_t now_ms;
     uint64_t owner;             /* MESSAGE, ROUTER_LOST */
     const struct wire_msg *msg; /* MESSAGE */
-    struct wire_ticket ticket;  /* PART, ENDED */
+    struct wire_ticket ticket;  /* PART, ENDED, UNOFFERED */
     uint32_t index;             /* PART; the tail is not reported here or has UINT32_MAX */
-    int code;                   /* CHUNK, ENDED */
+    int code;                   /* CHUNK, ENDED, UNOFFERED */
     uint32_t first;             /* CHUNK, the last of a job: the token sampled */
     bool has_logprobs;
     uint8_t n_top;
@@ -71,7 +73,7 @@ struct pre_event {
 enum pre_action_kind {
     PRE_DO_SEND,        /* msg to the router behind owner */
     PRE_DO_OPEN_MOVE,   /* kv_mover_send() for job with n pages */
-    PRE_DO_CANCEL_MOVE, /* kv_mover_cancel(ticket, code); PRE_ON_ENDED will follow */
+    PRE_DO_CANCEL_MOVE, /* kv_mover_cancel(ticket, code); again each touch_ms until PRE_ON_ENDED */
     PRE_DO_TOUCH,       /* kv_mover_touch(ticket) */
     PRE_DO_OPEN,        /* job got its pages: make its engine state */
     PRE_DO_CLOSE,       /* drop its engine state; comes before its pages go back */

@@ -175,8 +175,10 @@ static void offer(struct server *p, const struct pre_action *a)
         tow_assert(!note.failed);
         rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), &tail, 1, bytes, (uint32_t)note.len);
     }
-    /* Told as the end of the move: cancelling brings PRE_ON_ENDED with this code. */
-    if (rc < 0) kv_mover_cancel(p->w->mover, ticket_of(j->ticket), rc);
+    if (rc < 0) {
+        struct pre_event ev = {.kind = PRE_ON_UNOFFERED, .ticket = j->ticket, .code = rc};
+        later(p, &ev);
+    }
 }
 
 static void perform(struct server *p)
@@ -244,8 +246,8 @@ static void pair_add(struct server *p, uint64_t owner, const struct wire_pair *m
     slot->owner = owner;
     slot->incarnation = m->incarnation;
     memcpy(slot->name, name, sizeof name);
-    int rc = kv_mover_connect(p->w->mover, name, m->incarnation, m->data_address.data,
-                              m->data_address.len);
+    int rc =
+        work_connect_peer(p->w, name, m->incarnation, m->data_address.data, m->data_address.len);
     if (rc < 0) {
         struct wire_msg no = {.type = WIRE_PAIRED_MSG,
                               .paired = {.name = m->name,
@@ -263,7 +265,7 @@ static void pair_drop(struct server *p, uint64_t owner, const struct wire_unpair
         if (p->pairs[i].owner == owner && !strcmp(p->pairs[i].name, name) &&
             p->pairs[i].incarnation == m->incarnation)
             p->pairs[i--] = p->pairs[--p->n_pairs];
-    kv_mover_drop(p->w->mover, name, m->incarnation);
+    work_drop_peer(p->w, name, m->incarnation);
 }
 
 static void tell_pair(struct server *p, const struct kv_mover_event *ev, bool up)

@@ -14,6 +14,7 @@
  */
 #include "common/base/clock.h"
 #include "common/base/err.h"
+#include "common/base/fault.h"
 #include "common/base/log.h"
 #include "common/kv/mover_impl.h"
 
@@ -293,6 +294,11 @@ static int command_post(struct kv_mover *m, struct command *c)
 
 static struct command *command_new(enum command_kind kind, size_t payload)
 {
+    static const char *const places[] = {
+        [CMD_CONNECT] = "mover.connect", [CMD_DROP] = "mover.drop",   [CMD_SEND] = "mover.send",
+        [CMD_OFFER] = "mover.offer",     [CMD_TOUCH] = "mover.touch", [CMD_EXPECT] = "mover.expect",
+        [CMD_CANCEL] = "mover.cancel",   [CMD_STOP] = "mover.stop"};
+    if (tow_fault(places[kind])) return NULL;
     struct command *c = calloc(1, sizeof *c + payload);
     if (!c) return NULL;
     c->kind = kind;
@@ -381,10 +387,12 @@ int kv_mover_connect(struct kv_mover *m, const char *name, uint64_t incarnation,
     return command_post(m, c);
 }
 
-void kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation)
+int kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation)
 {
     struct command *c = command_new(CMD_DROP, 0);
-    if (c && name_peer(c, name, incarnation) == 0) command_post(m, c);
+    if (!c) return TOW_ENOMEM;
+    int rc = name_peer(c, name, incarnation);
+    return rc < 0 ? rc : command_post(m, c);
 }
 
 int kv_mover_send(struct kv_mover *m, const struct kv_send *s)
@@ -443,21 +451,22 @@ int kv_mover_expect(struct kv_mover *m, const struct kv_expect *e)
     return command_post(m, c);
 }
 
-static int ticket_command(struct kv_mover *m, enum command_kind kind, struct kv_ticket t, int code)
+/* Lost when there is no memory or no room: callers repeat it. */
+static void ticket_command(struct kv_mover *m, enum command_kind kind, struct kv_ticket t, int code)
 {
     struct command *c = command_new(kind, 0);
-    if (!c) return TOW_ENOMEM;
+    if (!c) return;
     c->ticket = t;
     c->code = code;
-    return command_post(m, c);
+    command_post(m, c);
 }
 
-int kv_mover_touch(struct kv_mover *m, struct kv_ticket t)
+void kv_mover_touch(struct kv_mover *m, struct kv_ticket t)
 {
-    return ticket_command(m, CMD_TOUCH, t, 0);
+    ticket_command(m, CMD_TOUCH, t, 0);
 }
 
-int kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code)
+void kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code)
 {
-    return ticket_command(m, CMD_CANCEL, t, code);
+    ticket_command(m, CMD_CANCEL, t, code);
 }

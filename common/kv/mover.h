@@ -4,7 +4,9 @@
  *          UCX, the endpoints, the digests and kv/xfer's machines live on one thread of their own;
  *          servers give commands and get events.
  * Owner    Commands and kv_mover_event(): the control thread. They never block and never fail for
- *          reasons of the network; what becomes of them is told by events.
+ *          reasons of the network; what becomes of them is told by events. One that finds no memory or a
+ *          full queue has not been given: those that return a code say so, the two that do not are
+ *          made to be repeated.
  * Holds    A ticket that was opened or expected ends in exactly one KV_MOVER_ENDED, its last event.
  *          From then on nothing in here reads or writes its pages or its tail: they may be reused.
  *
@@ -14,7 +16,7 @@
  *           KV_MOVER_PART per acked page (give it back), KV_MOVER_ENDED (0: all acked)
  * Decode:   kv_mover_expect() on RESERVE, then send GRANT
  *           KV_MOVER_PART per verified page, KV_MOVER_ENDED (0: whole, with the sender's note)
- * Both:     kv_mover_cancel() at any time; kv_mover_drop() on UNPAIR.
+ * Both:     kv_mover_cancel() at any time, again and again until ENDED; kv_mover_drop() on UNPAIR.
  */
 #ifndef TOW_KV_MOVER_H
 #define TOW_KV_MOVER_H
@@ -24,6 +26,8 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#define KV_MOVER_COMMAND int __attribute__((warn_unused_result))
 
 #define KV_MOVER_NAME_MAX 63
 #define KV_MOVER_NOTE_MAX 2048 /* bytes that travel with the tail */
@@ -70,10 +74,10 @@ bool kv_mover_has_cuda(const struct kv_mover *m);
 /* Prefill: keep a link to this decode process, coming back after failures, until dropped. The same
  * name with a new incarnation replaces the old link. Answered by PEER_UP or PEER_DOWN, again at
  * each change. */
-int kv_mover_connect(struct kv_mover *m, const char *name, uint64_t incarnation,
-                     const void *address, size_t bytes);
+KV_MOVER_COMMAND kv_mover_connect(struct kv_mover *m, const char *name, uint64_t incarnation,
+                                  const void *address, size_t bytes);
 /* Both: forget this peer, ending its tickets with TOW_EPEER. incarnation 0: any. */
-void kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation);
+KV_MOVER_COMMAND kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation);
 
 /* cookie comes back in each event of the ticket. A ticket id that is live here already ends the new
  * one (its own cookie) with TOW_ESTATE; the live one is not touched. lease_ms 0: the default. */
@@ -85,7 +89,7 @@ struct kv_send {
     uint32_t lease_ms;
     uint64_t cookie;
 };
-int kv_mover_send(struct kv_mover *m, const struct kv_send *s);
+KV_MOVER_COMMAND kv_mover_send(struct kv_mover *m, const struct kv_send *s);
 
 struct kv_offer {
     uint32_t index;  /* page of the sequence, or KV_PART_TAIL */
@@ -95,10 +99,12 @@ struct kv_offer {
 };
 /* note (tail only): first token and whatever else the decode side has to know; at most
  * KV_MOVER_NOTE_MAX bytes. An index may be offered once; the last offer is the tail. */
-int kv_mover_offer(struct kv_mover *m, struct kv_ticket t, const struct kv_offer *parts, uint32_t n,
-                   const void *note, uint32_t note_bytes);
-/* The job behind this ticket is alive, though it has nothing to ship yet. */
-int kv_mover_touch(struct kv_mover *m, struct kv_ticket t);
+KV_MOVER_COMMAND kv_mover_offer(struct kv_mover *m, struct kv_ticket t,
+                                const struct kv_offer *parts, uint32_t n, const void *note,
+                                uint32_t note_bytes);
+/* The job behind this ticket is alive, though it has nothing to ship yet. The next one makes up for a
+ * lost one. */
+void kv_mover_touch(struct kv_mover *m, struct kv_ticket t);
 
 struct kv_expect {
     struct kv_ticket ticket;
@@ -110,11 +116,11 @@ struct kv_expect {
     uint32_t lease_ms;
     uint64_t cookie;
 };
-int kv_mover_expect(struct kv_mover *m, const struct kv_expect *e);
+KV_MOVER_COMMAND kv_mover_expect(struct kv_mover *m, const struct kv_expect *e);
 /* Ends the ticket with `code` (TOW_ECANCEL for a plain cancel), telling the peer. Its
- * KV_MOVER_ENDED comes as soon as nothing of it is in flight. An unknown or ended ticket: nothing
- * happens. */
-int kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code);
+ * KV_MOVER_ENDED comes as soon as nothing of it is in flight; until then repeat it now and then, or the
+ * lease has to end what a lost cancel did not. An unknown or ended ticket: nothing happens. */
+void kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code);
 
 enum kv_mover_event_kind { KV_MOVER_PEER_UP, KV_MOVER_PEER_DOWN, KV_MOVER_PART, KV_MOVER_ENDED };
 

@@ -25,7 +25,7 @@
 extern char **environ;
 
 enum { N_COMMON = 21, MAX_OPTIONS = 40 };
-enum { MAX_ROUTERS = 16, MAX_FACTS = 24, STUCK_MS = 60000, LEAVE_MS = 500 };
+enum { MAX_ROUTERS = 16, MAX_FACTS = 24, MAX_DROPS = 64, STUCK_MS = 60000, LEAVE_MS = 500 };
 
 /* One router this worker joins. */
 struct router {
@@ -60,6 +60,11 @@ struct work_own {
     bool draining, drained;
     int signals, exit_status;
     double tokens_per_s;
+    struct drop {
+        char name[NET_PEER_NAME_MAX + 1];
+        uint64_t incarnation;
+    } drops[MAX_DROPS]; /* the mover could not take them yet */
+    int n_drops;
     struct tow_gauge *g_pages_free, *g_pages, *g_joined, *g_running_ms;
     struct tow_counter *c_steps, *c_sent, *c_received;
     struct tow_gauge *g_move[2];
@@ -575,10 +580,47 @@ static void on_engine_wake(void *arg)
     while ((step = work_engine_done(w->engine))) w->role->on_stepped(w->own->self, step);
 }
 
+/* A peer that is not forgotten would be dialled for ever. */
+static void drop_again(struct work *w)
+{
+    struct work_own *o = w->own;
+    while (o->n_drops > 0) {
+        struct drop *d = &o->drops[o->n_drops - 1];
+        int rc = kv_mover_drop(w->mover, d->name, d->incarnation);
+        if (rc == TOW_ENOMEM || rc == TOW_EFULL) return;
+        o->n_drops--;
+    }
+}
+
+void work_drop_peer(struct work *w, const char *name, uint64_t incarnation)
+{
+    struct work_own *o = w->own;
+    if (!net_peer_name_ok(name)) return; /* so it was never linked */
+    if (o->n_drops == MAX_DROPS) drop_again(w);
+    if (o->n_drops == MAX_DROPS) {
+        tow_error("%s: no memory to forget peer %s", w->name, name);
+        return;
+    }
+    struct drop *d = &o->drops[o->n_drops++];
+    snprintf(d->name, sizeof d->name, "%s", name);
+    d->incarnation = incarnation;
+    drop_again(w);
+}
+
+int work_connect_peer(struct work *w, const char *name, uint64_t incarnation, const void *address,
+                      size_t bytes)
+{
+    struct work_own *o = w->own;
+    for (int i = 0; i < o->n_drops; i++) /* its link is replaced, and must not be dropped later */
+        if (!strcmp(o->drops[i].name, name)) o->drops[i--] = o->drops[--o->n_drops];
+    return kv_mover_connect(w->mover, name, incarnation, address, bytes);
+}
+
 static void on_tick(void *arg)
 {
     struct work *w = arg;
     uint64_t now = net_loop_now_ms(w->loop);
+    drop_again(w);
     w->role->on_tick(w->own->self, now);
     for (int i = 0; i < w->own->n_routers; i++) {
         struct router *r = &w->own->routers[i];

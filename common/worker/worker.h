@@ -80,6 +80,10 @@ int work_run(const struct work_role *role, int argc, char **argv);
 /* To the router behind owner; a router that is gone is skipped. */
 void work_send(struct work *w, uint64_t owner, const struct wire_msg *m);
 uint64_t work_now_ms(struct work *w);
+/* kv_mover_connect(), and a kv_mover_drop() that is given again until the mover takes it. */
+int work_connect_peer(struct work *w, const char *name, uint64_t incarnation, const void *address,
+                      size_t bytes);
+void work_drop_peer(struct work *w, const char *name, uint64_t incarnation);
 void work_drained(struct work *w);
 /* Ends the process with an error: the engine's state is unknown. */
 void work_die(struct work *w, const struct tow_err *err);

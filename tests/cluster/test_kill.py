@@ -139,6 +139,35 @@ def test_failed_at_each_step(build):
             c.wait_ready()
 
 
+def test_lost_commands(build):
+    """A command to the transfer thread finds no memory: streams come out whole, and no ticket has to wait for its lease."""
+    with cluster_of_four(build, workers=["--lease", "60000"]) as c:
+        want = references(c)
+        for role, command in [("prefill", "send"), ("prefill", "offer"), ("prefill", "touch"), ("decode", "expect"),
+                              ("prefill", "cancel"), ("decode", "cancel")]:
+            victim = (c.prefills if role == "prefill" else c.decodes)[0]
+            victim.restart("--fault", "mover.%s=4:fail,mover.%s=6:fail" % (command, command))
+            c.wait_ready()
+            judge(read_all(start_streams(c)), want, True)
+            long = dict(bodies()[0], messages=[{"role": "user", "content": filler(6000, "lost")}])
+            for _ in range(8):  # these are cancelled while they are computed or shipped
+                s = c.stream(long)
+                s.leave()
+            c.wait_idle(15)
+            assert victim.alive(), victim.log()[-1000:]
+        # a worker that left is forgotten, though the command to forget it was lost at first
+        for p in c.prefills:
+            p.restart("--fault", "mover.drop=1:fail,mover.drop=3:fail")
+        c.wait_ready()
+        c.decodes[0].kill()
+        wait_for("one decode is left", lambda: c.decodes[0].name not in c.admin() or
+                 c.admin()[c.decodes[0].name]["state"] != "serving", 20)
+        c.decodes[0].start()
+        c.wait_ready()
+        judge(read_all(start_streams(c)), want, True)
+        c.wait_idle(15)
+
+
 def test_stopped_at_a_step(build):
     """KV-12 (3): a worker stands still in the middle of a protocol step, and goes on once its work is done elsewhere."""
     with cluster_of_four(build) as c:
@@ -417,6 +446,6 @@ def http_ready(worker):
 
 
 if __name__ == "__main__":
-    harness.main([test_killed_at_each_step, test_failed_at_each_step, test_stopped_at_a_step, test_killed_at_random, test_all_of_a_kind_killed,
+    harness.main([test_killed_at_each_step, test_failed_at_each_step, test_lost_commands, test_stopped_at_a_step, test_killed_at_random, test_all_of_a_kind_killed,
                   test_stopped, test_replaced_at_the_same_name, test_join_and_leave, test_router_drains, test_worker_drains,
                   test_router_killed], __doc__, OPTIONS)

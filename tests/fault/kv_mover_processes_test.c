@@ -29,11 +29,14 @@
 enum { PAGE = 256 * 1024, TAIL = 64 * 1024, PAGES = 64, HEARTBEAT_MS = 200, LEASE_MS = 2000 };
 enum { ENDS_WITHIN_MS = 6000, QUIET_MS = 250, PAINT = 0xEE };
 /* Exit codes of the children. */
-enum { FINE = 0, NO_MOVER = 10, WRONG_BYTES, SCRIBBLED, TOO_LATE, LOST_PIPE };
+enum { FINE = 0, NO_MOVER = 10, WRONG_BYTES, SCRIBBLED, TOO_LATE, LOST_PIPE, REFUSED };
 
-static const char *const exits[] = {"no mover", "wrong bytes arrived",
-                                    "pages given back were written", "no end within the limit",
-                                    "pipe closed"};
+static const char *const exits[] = {"no mover",
+                                    "wrong bytes arrived",
+                                    "pages given back were written",
+                                    "no end within the limit",
+                                    "pipe closed",
+                                    "a command was not taken"};
 
 /* --- a child: one mover and two pipes --------------------------------------------------------------- */
 
@@ -73,6 +76,11 @@ static void child_open(struct child *c, const char *name, uint64_t incarnation)
 }
 
 static bool is_child;
+
+static void must(int rc)
+{
+    if (rc < 0) _exit(REFUSED);
+}
 
 static void put(int fd, const void *p, size_t n)
 {
@@ -126,7 +134,7 @@ static void run_prefill(struct child *c)
     uint8_t address[4096];
     uint32_t n;
     if (!get(c->in, &n, sizeof n) || !get(c->in, address, n)) _exit(LOST_PIPE);
-    kv_mover_connect(c->m, "d", 2, address, n);
+    must(kv_mover_connect(c->m, "d", 2, address, n));
     struct kv_mover_event ev;
     bool input, up = false, busy = false;
     uint64_t until = UINT64_MAX / 2;
@@ -144,8 +152,8 @@ static void run_prefill(struct child *c)
                 o[i] = (struct kv_offer){.index = i, .offset = (uint64_t)i * PAGE};
             o[PAGES] = (struct kv_offer){.index = KV_PART_TAIL};
             fill(c->pages, (size_t)PAGES * PAGE, k);
-            kv_mover_send(c->m, &s);
-            kv_mover_offer(c->m, t, o, PAGES + 1, "n", 1);
+            must(kv_mover_send(c->m, &s));
+            must(kv_mover_offer(c->m, t, o, PAGES + 1, "n", 1));
             busy = true;
             until = tow_now_ms() + ENDS_WITHIN_MS;
             continue;
@@ -199,7 +207,7 @@ static void run_decode(struct child *c, int grant)
                                   .incarnation = 1,
                                   .page_offsets = offsets,
                                   .n_pages = PAGES};
-            kv_mover_expect(c->m, &e);
+            must(kv_mover_expect(c->m, &e));
             ssize_t granted = write(grant, &k, sizeof k);
             (void)granted; /* prefill may be dead already: the ticket has to end all the same */
             busy = true;

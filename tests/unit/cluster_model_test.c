@@ -574,8 +574,8 @@ static void do_prefill(uint32_t i, struct pre_actions *acts)
             if (!m->d_live || m->d_closing) end_p(m, TOW_EPEER, below(50));
             break;
         case PRE_DO_CANCEL_MOVE:
-            m = find_move(a->ticket);
-            end_p(m, a->code, below(50));
+            if (below(4) == 0) break; /* lost: no memory, a full queue */
+            end_p(find_move(a->ticket), a->code, below(50));
             break;
         case PRE_DO_TOUCH:
             m = find_move(a->ticket);
@@ -649,7 +649,9 @@ static void do_decode(uint32_t i, struct dec_actions *acts)
             m->from = calloc(a->n, sizeof *m->from);
             memcpy(m->to, a->seq->table.ids, a->n * sizeof *m->to);
             break;
-        case DEC_DO_CANCEL_MOVE: end_d(find_move(a->ticket), a->code, below(50)); break;
+        case DEC_DO_CANCEL_MOVE:
+            if (below(4)) end_d(find_move(a->ticket), a->code, below(50));
+            break;
         case DEC_DO_STEP:
             CHECK(!n->stepping, "two steps at once");
             CHECK(a->n <= n->max_batch, "batch of %u", a->n);

@@ -89,6 +89,34 @@ static void cancel(struct world *w, struct wire_ticket t)
     step(w, (struct dec_event){.kind = DEC_ON_MESSAGE, .owner = 1, .msg = &m});
 }
 
+/* A cancel that found no memory or a full queue was lost: it is given again until the mover says ENDED. */
+static void test_dec_sched__cancel_of_a_move_is_repeated(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 10, 0);
+    assert_int_equal(reserve(&w, 1, 36, 1), 0);
+    w.now += 1000;
+    step(&w, (struct dec_event){.kind = DEC_ON_TICK});
+    assert_null(find(&w, DEC_DO_CANCEL_MOVE, 0));
+    cancel(&w, (struct wire_ticket){1, 1});
+    for (int i = 0; i < 3; i++) {
+        w.now += 1000;
+        step(&w, (struct dec_event){.kind = DEC_ON_TICK});
+        struct dec_action *a = find(&w, DEC_DO_CANCEL_MOVE, 0);
+        assert_non_null(a);
+        assert_int_equal(a->ticket.id, 1);
+        assert_int_equal(a->code, TOW_ECANCEL);
+        step(&w, (struct dec_event){.kind = DEC_ON_TICK}); /* not at each tick */
+        assert_null(find(&w, DEC_DO_CANCEL_MOVE, 0));
+    }
+    loaded(&w, 1, 0, 0, TOW_ECANCEL);
+    w.now += 1000;
+    step(&w, (struct dec_event){.kind = DEC_ON_TICK});
+    assert_null(find(&w, DEC_DO_CANCEL_MOVE, 0));
+    teardown(&w);
+}
+
 /* KV-01: the pages of a cancelled load are nobody's until the mover says that nothing can write them. */
 static void test_dec_sched__cancelled_load_keeps_its_pages_until_the_mover_ended(void **state)
 {
@@ -239,6 +267,7 @@ static void test_dec_sched__drain_finishes_what_runs_until_its_limit(void **stat
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_dec_sched__cancel_of_a_move_is_repeated),
         cmocka_unit_test(test_dec_sched__cancelled_load_keeps_its_pages_until_the_mover_ended),
         cmocka_unit_test(test_dec_sched__bad_references_reach_nothing),
         cmocka_unit_test(test_dec_sched__what_can_never_fit_is_refused_for_good),

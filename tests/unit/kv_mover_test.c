@@ -354,7 +354,7 @@ static void test_kv_mover__peer_that_restarts_is_linked_anew(void **state)
     struct kv_mover_stats s;
     kv_mover_stats(p.m, &s);
     assert_int_equal(s.peers_up, 1);
-    kv_mover_drop(p.m, "d0", 0);
+    assert_int_equal(kv_mover_drop(p.m, "d0", 0), 0);
     begin(&p, t, 2, 3);
     wait_for(&p, KV_MOVER_ENDED);
     assert_int_equal(p.ev.code, TOW_EPEER);

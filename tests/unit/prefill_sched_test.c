@@ -158,6 +158,57 @@ static void test_pre_sched__waiting_long_prompt_holds_up_no_short_one(void **sta
     teardown(&w);
 }
 
+/* A cancel that found no memory or a full queue was lost: it is given again until the mover says ENDED. */
+static void test_pre_sched__cancel_of_a_move_is_repeated(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 50, 1000);
+    submit(&w, 1, 160);
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    w.now += 1000;
+    step(&w, (struct pre_event){.kind = PRE_ON_TICK});
+    assert_null(find(&w, PRE_DO_CANCEL_MOVE, 0));
+    cancel(&w, 1);
+    for (int i = 0; i < 3; i++) {
+        w.now += 1000;
+        step(&w, (struct pre_event){.kind = PRE_ON_TICK});
+        struct pre_action *a = find(&w, PRE_DO_CANCEL_MOVE, 0);
+        assert_non_null(a);
+        assert_int_equal(a->ticket.id, 1);
+        assert_int_equal(a->code, TOW_ECANCEL);
+        step(&w, (struct pre_event){.kind = PRE_ON_TICK}); /* not at each tick */
+        assert_null(find(&w, PRE_DO_CANCEL_MOVE, 0));
+    }
+    ended(&w, 1, TOW_ECANCEL);
+    w.now += 1000;
+    step(&w, (struct pre_event){.kind = PRE_ON_TICK});
+    assert_null(find(&w, PRE_DO_CANCEL_MOVE, 0));
+    teardown(&w);
+}
+
+/* Pages that the mover did not take would never arrive: the job ends, once the mover is done with it. */
+static void test_pre_sched__job_whose_offer_was_not_taken_fails(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 50, 1000);
+    submit(&w, 1, 24);
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    assert_non_null(find(&w, PRE_DO_OFFER, 0));
+    step(&w, (struct pre_event){.kind = PRE_ON_UNOFFERED, .ticket = {1, 1}, .code = TOW_ENOMEM});
+    assert_int_equal(find(&w, PRE_DO_CANCEL_MOVE, 0)->code, TOW_ENOMEM);
+    ended(&w, 1, TOW_ENOMEM);
+    assert_null(find(&w, PRE_DO_SEND, WIRE_FAILED_MSG)); /* a chunk runs */
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    struct pre_action *a = find(&w, PRE_DO_SEND, WIRE_FAILED_MSG);
+    assert_int_equal(a->msg.failed.code, TOW_ENOMEM);
+    assert_int_equal(kv_pool_free_pages(w.pool), 50);
+    step(&w, (struct pre_event){.kind = PRE_ON_UNOFFERED, .ticket = {1, 1}, .code = TOW_ENOMEM});
+    assert_int_equal(w.acts.n, 0);
+    teardown(&w);
+}
+
 /* KV-11: stops at the chunk boundary; pages are back only when mover and engine are both done. */
 static void test_pre_sched__cancel_waits_for_the_chunk_and_the_mover(void **state)
 {
@@ -286,6 +337,8 @@ static void test_pre_sched__token_beyond_the_vocabulary_is_refused(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_pre_sched__cancel_of_a_move_is_repeated),
+        cmocka_unit_test(test_pre_sched__job_whose_offer_was_not_taken_fails),
         cmocka_unit_test(test_pre_sched__token_beyond_the_vocabulary_is_refused),
         cmocka_unit_test(test_pre_sched__short_prompt_waits_for_one_long_chunk),
         cmocka_unit_test(test_pre_sched__waiting_long_prompt_holds_up_no_short_one),
