@@ -521,9 +521,41 @@ static void head(struct pass *p, const struct model_hc *hc, const struct kern_ve
     }
 }
 
+/* The table must reach the last row, and name pages of the pool as far. */
+static int check_pages(const struct model *m, const struct model_batch *b, int32_t i,
+                       struct tow_err *err)
+{
+    const struct kern_seq *q = &b->seqs[i];
+    int64_t n = kern_kv_pages_for(q->pos0 + q->n_rows, m->layout.page_tokens);
+    if (n > q->n_pages)
+        return tow_fail(err, TOW_EINVAL, "batch: sequence %d: %d pages hold less than %lld tokens",
+                        i, q->n_pages, (long long)(q->pos0 + q->n_rows));
+    for (int64_t p = 0; p < n; p++)
+        if (q->page_ids[p] >= b->n_pages)
+            return tow_fail(err, TOW_EINVAL,
+                            "batch: sequence %d: page %lld has id %u; the pool has ids below %u", i,
+                            (long long)p, q->page_ids[p], b->n_pages);
+    return 0;
+}
+
+static int check_layers(const struct model *m, const struct model_batch *b, struct tow_err *err)
+{
+    const int32_t first = b->first_layer, last = b->last_layer, n = m->w->shape.n_layers;
+    if (first == 0 && last == 0) return 0;
+    if (first < 0 || first >= last || last > n)
+        return tow_fail(err, TOW_EINVAL,
+                        "batch: layers %d up to %d: must be a part of 0 up to %d, or both 0", first,
+                        last, n);
+    if (first > 0 && !b->streams_in)
+        return tow_fail(err, TOW_EINVAL, "batch: layers from %d on need streams_in", first);
+    return 0;
+}
+
 static int check_batch(const struct model *m, const struct model_batch *b, struct tow_err *err)
 {
     int32_t row = 0;
+    int rc = check_layers(m, b, err);
+    if (rc < 0) return rc;
     if (b->T < 0 || b->T > m->opt.max_rows)
         return tow_fail(err, TOW_EINVAL, "batch: %d rows, at most %d", b->T, m->opt.max_rows);
     for (int32_t i = 0; i < b->n_seqs; i++) {
@@ -535,10 +567,7 @@ static int check_batch(const struct model *m, const struct model_batch *b, struc
         if (q->topk < 1 || q->topk > m->opt.max_topk)
             return tow_fail(err, TOW_EINVAL, "batch: sequence %d: index_topk %d is not in 1..%d", i,
                             q->topk, m->opt.max_topk);
-        if (kern_kv_pages_for(q->pos0 + q->n_rows, m->layout.page_tokens) > q->n_pages)
-            return tow_fail(err, TOW_EINVAL,
-                            "batch: sequence %d: %d pages hold less than %lld tokens", i,
-                            q->n_pages, (long long)(q->pos0 + q->n_rows));
+        if ((rc = check_pages(m, b, i, err)) < 0) return rc;
         row += q->n_rows;
     }
     if (row != b->T)

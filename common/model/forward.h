@@ -68,11 +68,13 @@ struct model_batch {
     const struct kern_seq *seqs; /* rows of all sequences cover 0 .. T-1 */
     int32_t n_seqs;
     uint8_t *pages;            /* base of the page pool */
+    uint32_t n_pages;          /* in the pool: page ids are below it */
     const int32_t *logit_rows; /* [n_logit_rows] ascending; rows that need logits */
     int32_t n_logit_rows;
     float *logits;         /* [n_logit_rows, V] */
     struct model_tap *tap; /* NULL = none */
-    /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D]; both 0 = all. */
+    /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D], or from ids when
+     * first is 0; both 0 = all. */
     int32_t first_layer, last_layer;
     const void *streams_in;
 };

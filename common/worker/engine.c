@@ -14,6 +14,7 @@
 struct work_engine {
     struct model *model; /* borrowed */
     uint8_t *pages;      /* borrowed: base of the page pool */
+    uint32_t n_pages;    /* in it */
     int32_t max_samples;
     int32_t *ids;                  /* owned [max_rows] */
     int32_t *rows;                 /* owned [max_samples] */
@@ -48,7 +49,8 @@ static void run(struct work_engine *e, struct work_step *step)
                             .logit_rows = e->rows,
                             .n_logit_rows = n_rows,
                             .logits = e->logits,
-                            .pages = e->pages};
+                            .pages = e->pages,
+                            .n_pages = e->n_pages};
     step->rc = tow_fault("engine.step") ? tow_fail(step->err, TOW_EDEVICE, "engine: injected fault")
                                         : model_forward(e->model, &b, step->err);
     if (step->rc < 0) return;
@@ -84,14 +86,16 @@ static void *thread_main(void *arg)
     }
 }
 
-int work_engine_open(struct work_engine **out, struct model *m, void *pages, int32_t max_samples,
-                     void (*wake)(void *arg), void *wake_arg, struct tow_err *err)
+int work_engine_open(struct work_engine **out, struct model *m, void *pages, uint32_t n_pages,
+                     int32_t max_samples, void (*wake)(void *arg), void *wake_arg,
+                     struct tow_err *err)
 {
     const int32_t V = model_peek_weights(m)->shape.V, max_rows = model_peek_options(m)->max_rows;
     struct work_engine *e = calloc(1, sizeof *e);
     if (!e) return tow_fail(err, TOW_ENOMEM, "engine: no memory");
     e->model = m;
     e->pages = pages;
+    e->n_pages = n_pages;
     e->max_samples = max_samples;
     e->ids = malloc((size_t)max_rows * sizeof *e->ids);
     e->rows = malloc((size_t)max_samples * sizeof *e->rows);

@@ -44,10 +44,11 @@ struct work_step {
     void *user;
 };
 
-/* pages: base of the page pool, borrowed. max_samples: most sampled items of one step. wake: called on the engine thread when a step has ended. The model
+/* pages: base of the page pool, borrowed, with n_pages of them. max_samples: most sampled items of one step. wake: called on the engine thread when a step has ended. The model
  * is borrowed and used by nobody else until work_engine_close(). */
-int work_engine_open(struct work_engine **out, struct model *m, void *pages, int32_t max_samples,
-                     void (*wake)(void *arg), void *wake_arg, struct tow_err *err);
+int work_engine_open(struct work_engine **out, struct model *m, void *pages, uint32_t n_pages,
+                     int32_t max_samples, void (*wake)(void *arg), void *wake_arg,
+                     struct tow_err *err);
 /* Waits for what is running; steps not taken back are dropped. NULL is fine. */
 void work_engine_close(struct work_engine *e);
 

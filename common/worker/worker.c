@@ -839,8 +839,8 @@ static int start_all(struct work *w, struct tow_err *err)
     if ((rc = open_mover(w, err)) < 0) return rc;
     /* UCX takes SIGBUS for itself when it starts. */
     if ((rc = model_weights_guard(err)) < 0) return rc;
-    if ((rc = work_engine_open(&w->engine, w->model, kv_pool_pages(w->pool), w->max_samples,
-                               net_wake_up, o->engine_wake, err)) < 0)
+    if ((rc = work_engine_open(&w->engine, w->model, kv_pool_pages(w->pool), w->n_pages,
+                               w->max_samples, net_wake_up, o->engine_wake, err)) < 0)
         return rc;
     if ((rc = tow_metrics_new(&w->metrics, err)) < 0) return rc;
     make_metrics(w);

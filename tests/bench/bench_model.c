@@ -322,6 +322,7 @@ static double pass(const int32_t *ids, int32_t n, int64_t pos0)
                                   .seqs = &q,
                                   .n_seqs = 1,
                                   .pages = pages,
+                                  .n_pages = kv_pool_capacity(pool),
                                   .logit_rows = &last,
                                   .n_logit_rows = 1,
                                   .logits = logits};

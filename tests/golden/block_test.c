@@ -80,6 +80,7 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
                                 .seqs = &q,
                                 .n_seqs = 1,
                                 .pages = pages,
+                                .n_pages = n_pages,
                                 .tap = &tap,
                                 .first_layer = layer,
                                 .last_layer = layer + 1,

@@ -132,6 +132,7 @@ static void pass(struct smoke *s, const struct kv_table *t, const text_id *ids, 
                                   .seqs = &q,
                                   .n_seqs = 1,
                                   .pages = s->pages,
+                                  .n_pages = kv_pool_capacity(s->pool),
                                   .logit_rows = &last,
                                   .n_logit_rows = want_logits,
                                   .logits = s->logits};
