@@ -63,6 +63,26 @@ static unsigned distance(const char *a, size_t na, const char *b)
     return row[nb];
 }
 
+/* Every setting of every Towpath program. A TOWPATH_ variable of another program is not this one's
+ * business, so that one may be exported for a whole shell; any other is a mistake.
+ * tests/cluster/test_ctl.py compares the list with each --help. */
+static const char settings_of_all[] =
+    " all api-key-file chunk-tokens context-length control default-thinking device"
+    " drain-timeout dump expert-activations fault force greedy handover host-tier http"
+    " index-keys index-topk join join-token-file json kv-dtype kv-pages lease log-format"
+    " log-level max-batch max-body-bytes max-connections max-pending-tokens max-queued"
+    " max-queued-tokens max-tokens max-wait memory-fraction model name numerics out"
+    " queue-timeout reserve-tokens served-model-name sse-keepalive stats status system"
+    " temperature thinking threads timeout tokens url"
+    " ";
+
+static bool is_of_another(const char *name)
+{
+    char word[MAX_NAME + 3];
+    snprintf(word, sizeof word, " %s ", name);
+    return name[0] && strstr(settings_of_all, word);
+}
+
 /* where: "flag '--x'", "variable 'TOWPATH_X'" or "FILE:LINE: key 'x'". */
 static int unknown(const struct tow_opts_spec *spec, const char *where, const char *name,
                    size_t len, struct tow_err *err)
@@ -467,6 +487,7 @@ static int read_env(struct tow_opts *o, const char *const *env, const char **con
             continue;
         }
         const struct tow_opt *opt = len <= MAX_NAME ? find(o->spec, name, n) : NULL;
+        if (!opt && len <= MAX_NAME && is_of_another(name)) continue;
         if (!opt) {
             char where[WHAT_BYTES];
             snprintf(where, sizeof where, "variable '%.*s'", (int)(n + 8), *env);

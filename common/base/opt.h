@@ -4,7 +4,8 @@
  *          as underscores), that over `--config FILE` (`name = value` lines, # starts a comment
  *          line), that over the default. Of a flag given twice the last one counts; a key
  *          twice in a file is an error.
- * Errors   An unknown flag, key or TOWPATH_ variable is an error; so is any value out of range. The
+ * Errors   An unknown flag, key or TOWPATH_ variable is an error (a variable that only another Towpath
+ *          program has is passed over); so is any value out of range. The
  *          message names where the value came from, the value, and the right range.
  * Secrets  Never a value: a setting names a file, and tow_secret_read() checks who else can read it.
  * Owner    main.c, before threads start.

@@ -1,7 +1,6 @@
 /* ctl/flags.h - how every subcommand reads its settings.
  *
- * Why      base/opt.h refuses a TOWPATH_ variable that is not in a program's table. This program has a table for each
- *          subcommand; a variable that belongs to another one of them (TOWPATH_MODEL while chatting) is not wrong.
+ * Why      This program has a table for each subcommand, and all of them answer --help and --check-config alike.
  */
 #ifndef CTL_FLAGS_H
 #define CTL_FLAGS_H

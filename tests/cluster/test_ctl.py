@@ -17,7 +17,9 @@ import unittest
 
 BUILD = os.path.abspath(sys.argv.pop(1) if len(sys.argv) > 1 else "build/release")
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
-CTL = os.path.join(BUILD, "bin", "towpath-ctl")
+BIN = os.path.join(BUILD, "bin")
+CTL = os.path.join(BIN, "towpath-ctl")
+MODEL = os.path.join(ROOT, "deploy", "demo-model")
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOWPATH_")}
 WORKERS = [
     {"name": "prefill-0", "role": "prefill", "state": "serving", "load": {"queued": 3, "tokens_per_s": 812.5},
@@ -343,10 +345,14 @@ class CtlTest(unittest.TestCase):
 
     # ---- settings
     def test_every_flag_is_known_to_the_others(self):
-        with open(os.path.join(ROOT, "deploy", "ctl", "flags.c")) as f:
-            text = f.read()
-        names = set(re.findall(r'"([a-z0-9-]+)"', text[text.index("names[] = {"):text.index("NULL};")]))
+        with open(os.path.join(ROOT, "common", "base", "opt.c")) as f:
+            text = f.read().split("settings_of_all[] =")[1].split(";")[0]
+        names = set(text.replace('"', " ").split())
         used = set()
+        for program in ("router", "prefill", "decode"):
+            r = subprocess.run([os.path.join(BIN, "towpath-" + program), "--help"], env=ENV, stdout=subprocess.PIPE)
+            self.assertEqual(r.returncode, 0)
+            used |= set(re.findall(r"^\s+--([a-z0-9-]+)", r.stdout.decode(), re.M))
         for command in ("eval", "status", "drain", "chat"):
             r = self.ctl(command, "--help")
             self.assertEqual(r.returncode, 0)
@@ -356,6 +362,15 @@ class CtlTest(unittest.TestCase):
     def test_variables(self):
         self.router()
         self.assertEqual(self.ctl("status", "--url", self.url, env={"TOWPATH_MODEL": "/x"}).returncode, 0)
+        for program in ("router", "prefill", "decode"):
+            def check(variable, value):
+                return subprocess.run([os.path.join(BIN, "towpath-" + program), "--check-config", "--model", MODEL],
+                                      env=dict(ENV, **{variable: value}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            r = check("TOWPATH_URL", self.url)
+            self.assertEqual(r.returncode, 0, r.stdout)
+            r = check("TOWPATH_URLS", self.url)
+            self.assertNotEqual(r.returncode, 0)
+            self.assertIn(b"TOWPATH_URLS", r.stdout)
         self.fails(self.ctl("status", "--url", self.url, env={"TOWPATH_NONSENSE": "1"}), "TOWPATH_NONSENSE")
         self.fails(self.ctl("status", env={"TOWPATH_TIMEOUT": "0"}), "TOWPATH_TIMEOUT")
         self.assertEqual(self.ctl("chat", "--check-config").returncode, 0)
