@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define TEXT_OF(x)   #x
+#define NUMBER(x)    TEXT_OF(x)
 #define PAUSE_MIN_MS 1000u
 #define PAUSE_MAX_MS 8000u
 
@@ -123,7 +125,7 @@ static bool token_matches(const struct rtr_registry *g, struct wire_bytes theirs
 
 static bool is_silent(const struct rtr_registry *g, const struct rtr_worker *w, uint64_t now_ms)
 {
-    return now_ms > w->heard_ms + (uint64_t)NET_PEER_SUSPECT_AFTER * g->heartbeat_ms;
+    return net_peer_missed(w->heard_ms, g->heartbeat_ms, NET_PEER_SUSPECT_AFTER, now_ms);
 }
 
 int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m, uint64_t now_ms,
@@ -139,6 +141,12 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
         snprintf(a, sizeof a, "%u..%u", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
         snprintf(b, sizeof b, "%u..%u", m->version_min, m->version_max);
         return refuse(j, TOW_EMISMATCH, "version", a, b, err);
+    }
+    char name[WIRE_MAX_NAME + 2];
+    snprintf(name, sizeof name, "%.*s", (int)m->name.len, m->name.data ? m->name.data : "");
+    if (strlen(name) != m->name.len || !net_peer_name_ok(name)) {
+        snprintf(a, sizeof a, "1 to %d letters, digits, '.', '_' or '-'", NET_PEER_NAME_MAX);
+        return refuse(j, TOW_EINVAL, "name", a, name, err);
     }
     if (m->pages == 0) return refuse(j, TOW_EINVAL, "pages", "at least 1", "0", err);
     if (m->page_tokens == 0) return refuse(j, TOW_EINVAL, "page_tokens", "at least 1", "0", err);
@@ -289,8 +297,8 @@ void rtr_registry_beat(struct rtr_registry *g, uint32_t slot, const struct wire_
 bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, const char **why)
 {
     struct rtr_worker *w = &g->workers[slot];
-    if (now_ms > w->heard_ms + (uint64_t)NET_PEER_DEAD_AFTER * g->heartbeat_ms) {
-        *why = "5 heartbeats missed";
+    if (net_peer_missed(w->heard_ms, g->heartbeat_ms, NET_PEER_DEAD_AFTER, now_ms)) {
+        *why = NUMBER(NET_PEER_DEAD_AFTER) " heartbeats missed";
         return false;
     }
     if (w->beat.state == WIRE_STUCK || now_ms > w->progress_ms + g->stall_ms) {

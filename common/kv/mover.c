@@ -103,7 +103,7 @@ static void loop(struct kv_mover *m)
     m->turned_ms = tow_now_ms();
     while (!m->stopping) {
         m->now_ms = tow_now_ms();
-        /* Whoever was stopped (SIGSTOP, a frozen host) is dead to its peers already. */
+        /* Whoever was stopped (SIGSTOP, a frozen host) may be dead to its peers already. */
         uint64_t gap = m->now_ms - m->turned_ms;
         if (gap >= (uint64_t)m->cfg.heartbeat_ms * NET_PEER_DEAD_AFTER) mover_stood_still(m, gap);
         m->turned_ms = m->now_ms;

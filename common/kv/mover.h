@@ -22,6 +22,7 @@
 #define TOW_KV_MOVER_H
 
 #include "common/kv/xfer.h"
+#include "common/net/peer.h"
 
 #include <stdbool.h>
 #include <stddef.h>
@@ -29,7 +30,7 @@
 
 #define KV_MOVER_COMMAND int __attribute__((warn_unused_result))
 
-#define KV_MOVER_NAME_MAX 63
+#define KV_MOVER_NAME_MAX NET_PEER_NAME_MAX
 #define KV_MOVER_NOTE_MAX 2048 /* bytes that travel with the tail */
 #define KV_MOVER_TEXT_MAX 300
 

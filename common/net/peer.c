@@ -64,10 +64,19 @@ enum net_peer_change net_peer_heard(struct net_peer *p, uint64_t now_ms)
     return NET_PEER_BECAME_LIVE;
 }
 
-/* A heartbeat counts as missed when it is late by a whole period: the n-th at (n + 1) periods. */
+static uint64_t missed_at(uint64_t heard_ms, uint32_t heartbeat_ms, unsigned missed)
+{
+    return heard_ms + (uint64_t)heartbeat_ms * (missed + 1);
+}
+
+bool net_peer_missed(uint64_t heard_ms, uint32_t heartbeat_ms, unsigned missed, uint64_t now_ms)
+{
+    return now_ms >= missed_at(heard_ms, heartbeat_ms, missed);
+}
+
 static uint64_t late_ms(const struct net_peer *p, unsigned missed)
 {
-    return p->heard_ms + (uint64_t)p->heartbeat_ms * (missed + 1);
+    return missed_at(p->heard_ms, p->heartbeat_ms, missed);
 }
 
 enum net_peer_change net_peer_tick(struct net_peer *p, uint64_t now_ms)

@@ -47,6 +47,33 @@ static void test_net_peer__hello_that_cannot_be_is_refused(void **state)
     assert_int_equal(net_peer_tick(&p, 5000), NET_PEER_BECAME_DEAD);
 }
 
+/* One limit for names, here, on the wire and in the mover. */
+static void test_net_peer__names_of_63_and_64_bytes_fit_65_do_not(void **state)
+{
+    (void)state;
+    char name[66];
+    memset(name, 'n', sizeof name);
+    for (size_t n = 63; n <= 65; n++) {
+        struct net_peer p;
+        name[n] = '\0';
+        net_peer_init(&p, 1000, 5000, 0);
+        struct net_peer_hello h = {name, 42, 1, 1, 0};
+        assert_int_equal(net_peer_hello(&p, &h, &ours, 1, NULL), n <= 64 ? 0 : TOW_EINVAL);
+        assert_int_equal(net_peer_name_ok(name), n <= 64);
+        if (n <= 64) assert_string_equal(p.name, name);
+        name[n] = 'n';
+    }
+    _Static_assert(NET_PEER_NAME_MAX == WIRE_MAX_NAME, "what one takes the other can carry");
+}
+
+static void test_net_peer__missed_counts_whole_periods(void **state)
+{
+    (void)state;
+    assert_false(net_peer_missed(1000, 100, 2, 1299));
+    assert_true(net_peer_missed(1000, 100, 2, 1300));
+    assert_true(net_peer_missed(1000, 100, NET_PEER_DEAD_AFTER, 1600));
+}
+
 static void test_net_peer__silence_is_suspect_then_dead_and_dead_is_final(void **state)
 {
     (void)state;
@@ -79,6 +106,8 @@ static void test_net_peer__one_late_tick_says_what_many_would(void **state)
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_net_peer__names_of_63_and_64_bytes_fit_65_do_not),
+        cmocka_unit_test(test_net_peer__missed_counts_whole_periods),
         cmocka_unit_test(test_net_peer__hello_agrees_on_version_and_features),
         cmocka_unit_test(test_net_peer__hello_that_cannot_be_is_refused),
         cmocka_unit_test(test_net_peer__silence_is_suspect_then_dead_and_dead_is_final),

@@ -309,6 +309,39 @@ static void test_route__join_that_does_not_fit_is_refused_with_both_values(void 
     teardown(&w);
 }
 
+/* A name becomes a label, a path of the admin interface and a key: only what net/peer takes is let in. */
+static void test_route__names_are_checked_when_a_worker_joins(void **state)
+{
+    (void)state;
+    struct world w;
+    char long_name[66];
+    memset(long_name, 'n', 65);
+    long_name[65] = 0;
+    const char *const bad[] = {"", "a b", "a/b", "\xc3\xa9", "a\n", long_name};
+    setup(&w);
+    for (size_t i = 0; i < sizeof bad / sizeof *bad; i++) {
+        struct wire_msg m = hello(bad[i], false, 7, NULL);
+        message(&w, D1, &m);
+        struct rtr_action *r = sent(&w, WIRE_REFUSE_MSG);
+        assert_non_null(r);
+        assert_true(wire_text_is(r->msg.refuse.field, "name"));
+        assert_true(wire_text_is(r->msg.refuse.ours, "1 to 64 letters, digits, '.', '_' or '-'"));
+    }
+    struct wire_msg cut = hello("d1", false, 7, NULL); /* a zero byte inside */
+    cut.hello.name = (struct wire_text){"d1\0x", 4};
+    message(&w, D1, &cut);
+    assert_non_null(sent(&w, WIRE_REFUSE_MSG));
+    for (size_t n = 63; n <= 64; n++) {
+        long_name[n] = 0;
+        struct wire_msg m = hello(long_name, false, n, NULL);
+        message(&w, n, &m);
+        assert_non_null(sent(&w, WIRE_WELCOME_MSG));
+        assert_non_null(worker(&w, long_name));
+        long_name[n] = 'n';
+    }
+    teardown(&w);
+}
+
 /* OP-07: exact limits, n counts n, leaving clients free their place. OP-09: 400 at once. */
 static void test_route__queue_has_exact_limits(void **state)
 {
@@ -610,7 +643,11 @@ static void test_route__silence_makes_suspect_then_dead_and_drain_ends(void **st
     join_prefill(&w);
     join_decode(&w, D1, "d1");
     assert_true(rtr_route_ready(w.route, w.now, &why));
-    w.now += 2500;
+    w.now += 2999; /* the second is not late by a whole period yet */
+    beat(&w, P1);
+    event(&w, RTR_ON_TICK, 0);
+    assert_true(rtr_route_ready(w.route, w.now, &why));
+    w.now += 1;
     beat(&w, P1);
     event(&w, RTR_ON_TICK, 0);
     assert_false(rtr_route_ready(w.route, w.now, &why));
@@ -619,13 +656,17 @@ static void test_route__silence_makes_suspect_then_dead_and_drain_ends(void **st
     assert_true(rtr_route_ready(w.route, w.now, &why));
     assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
     assert_non_null(sent(&w, WIRE_RESERVE_MSG));
-    w.now += 5500;
+    w.now += 5999;
+    beat(&w, P1);
+    event(&w, RTR_ON_TICK, 0);
+    assert_int_equal(worker(&w, "d1")->state, RTR_SUSPECT);
+    assert_string_equal(nth(&w, RTR_DO_FAIL, 0, 0, 0)->refusal.reason,
+                        "no_capacity"); /* 5 s are over */
+    w.now += 1;
     beat(&w, P1);
     event(&w, RTR_ON_TICK, 0);
     assert_int_equal(worker(&w, "d1")->state, RTR_GONE);
     assert_string_equal(nth(&w, RTR_DO_CLOSE, 0, D1, 0)->why, "5 heartbeats missed");
-    assert_string_equal(nth(&w, RTR_DO_FAIL, 0, 0, 0)->refusal.reason,
-                        "no_capacity"); /* 5 s are over */
     assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
     event(&w, RTR_ON_DRAIN, 0);
     assert_null(nth(&w, RTR_DO_DRAINED, 0, 0, 0));
@@ -641,6 +682,7 @@ static void test_route__silence_makes_suspect_then_dead_and_drain_ends(void **st
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_route__names_are_checked_when_a_worker_joins),
         cmocka_unit_test(test_route__first_request_waits_for_the_warm_up_and_is_served),
         cmocka_unit_test(test_route__join_that_does_not_fit_is_refused_with_both_values),
         cmocka_unit_test(test_route__queue_has_exact_limits),
