@@ -36,6 +36,7 @@
 #include "common/base/hash.h"
 #include "common/base/list.h"
 #include "common/base/log.h"
+#include "common/net/shm.h"
 #include "proto/messages.h"
 
 #include <errno.h>
@@ -170,7 +171,8 @@ static void note_init(struct note *n, enum note_kind kind)
 /* --- opening and closing ---------------------------------------------------------------------- */
 
 /* By the environment, because that is where transports look for their settings in all versions
- * (ucp_config_modify() reaches them only in later ones). */
+ * (ucp_config_modify() reaches them only in later ones). Settings of UCX as a whole were read before
+ * main(); in the environment they would come too late, and be complained of as unused. */
 void net_link_setup(void)
 {
     static const char *const settings[][2] = {{"UCX_POSIX_ERROR_HANDLING", "y"},
@@ -271,7 +273,14 @@ static int open_worker(struct net_link *link, struct tow_err *err)
     ucp_worker_params_t wp = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                               .thread_mode = UCS_THREAD_MODE_SINGLE};
     ucs_status_t s = ucp_worker_create(link->context, &wp, &link->worker);
-    if (s != UCS_OK) return tow_fail(err, TOW_ESYS, "ucx: no worker: %s", ucs_status_string(s));
+    if (s != UCS_OK) {
+        struct net_shm shm;
+        char why[400];
+        net_shm_look(&shm);
+        net_shm_explain_worker(&shm, why, sizeof why);
+        if (why[0]) return tow_fail(err, TOW_ECONFIG, "%s", why);
+        return tow_fail(err, TOW_ESYS, "ucx: no worker: %s", ucs_status_string(s));
+    }
     if (make_address(link, err) < 0) goto destroy;
     s = ucp_worker_get_efd(link->worker, &link->event_fd);
     if (s != UCS_OK) {
@@ -742,6 +751,13 @@ int net_region_new(struct net_link *link, size_t bytes, struct net_region **out,
                                   UCP_MEM_MAP_PARAM_FIELD_LENGTH | UCP_MEM_MAP_PARAM_FIELD_FLAGS,
                               .length = bytes,
                               .flags = UCP_MEM_MAP_ALLOCATE};
+    struct net_shm shm;
+    net_shm_look(&shm);
+    if (!net_shm_holds(&shm, bytes)) { /* UCX goes on with private memory */
+        char why[400];
+        net_shm_explain_pool(&shm, bytes, why, sizeof why);
+        tow_warn("%s", why);
+    }
     ucs_status_t s = ucp_mem_map(link->context, &p, &r->memh);
     if (s != UCS_OK) {
         tow_fail(err, TOW_ENOMEM, "no %zu bytes of shareable memory: %s", bytes,

@@ -70,9 +70,9 @@ def test_worker_that_has_drained_does_not_join_again(build):
             assert w.log().count("joined router") == 1
 
 
-def end_of(build, program, *flags):
+def end_of(build, program, *flags, before=()):
     """Exit status and output of a program that is not expected to run long."""
-    done = subprocess.run([os.path.join(harness.ROOT, build, "bin", "towpath-" + program), "--model", harness.MODEL] +
+    done = subprocess.run(list(before) + [os.path.join(harness.ROOT, build, "bin", "towpath-" + program), "--model", harness.MODEL] +
                           list(flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=20 * harness.SLACK)
     return done.returncode, done.stdout.decode()
 
@@ -81,6 +81,61 @@ def test_pool_beyond_the_memory_is_refused_before_it_is_filled(build):
     for program in ("prefill", "decode"):
         status, text = end_of(build, program, "--kv-pages", "100000000", "--threads", "1")
         assert status == 1 and "--kv-pages 100000000: with " in text and "MiB are free" in text, text
+
+
+def with_system(*commands):
+    """In namespaces of its own, after these shell commands; None where that is not allowed."""
+    words = ["unshare", "-m", "-i"]
+    shell = " && ".join(commands)
+    if subprocess.run(words + ["sh", "-c", shell], stdout=subprocess.PIPE, stderr=subprocess.STDOUT).returncode != 0:
+        print("     no namespaces here: not tried")
+        return None
+    return words + ["sh", "-c", shell + ' && exec "$@"', "sh"]
+
+
+def test_too_little_shared_memory_is_explained(build):
+    """Docker gives /dev/shm 64 MiB, some give it less: what is there, what is needed, what to do."""
+    pool = ["--kv-pages", "64", "--threads", "1", "--join", "tcp://127.0.0.1:1"]
+    tiny = with_system("mount -t tmpfs -o size=1m tmpfs /dev/shm")
+    if tiny:
+        status, text = end_of(build, "decode", *pool, before=tiny)
+        assert status == 1 and "/dev/shm has 1024 KiB free and a worker needs 4500 KiB" in text, text
+        assert "--shm-size" in text and "UCX_TLS=^posix" in text, text
+        text = lines_of(build, "decode", *pool, before=["env", "UCX_TLS=^posix"] + tiny)
+        assert "status on" in text and "shared memory" not in text, text
+    low = with_system("mount -t proc proc /proc", "sysctl -qw kernel.shmmax=1000000", "sysctl -n kernel.shmmax | grep -qx 1000000")
+    if low:
+        status, text = end_of(build, "decode", *pool, before=low)
+        assert status == 1 and "room for 977 KiB and a worker needs 4500 KiB" in text and "kernel.shmmax" in text, text
+    both = with_system("mount -t tmpfs -o size=16m tmpfs /dev/shm", "mount -t proc proc /proc", "sysctl -qw kernel.shmmax=8000000")
+    if both:
+        text = lines_of(build, "decode", *pool, before=both)
+        assert "fit into no shared memory: System V has room for 7813 KiB" in text and "/dev/shm has " in text, text
+
+
+def lines_of(build, program, *flags, before=()):
+    """What it logs until it has started."""
+    p = subprocess.Popen(list(before) + [os.path.join(harness.ROOT, build, "bin", "towpath-" + program), "--model", harness.MODEL] +
+                         list(flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    text = b""
+    try:
+        for line in p.stdout:
+            text += line
+            if b"status on" in line:
+                break
+    finally:
+        p.kill()
+        p.wait()
+        p.stdout.close()
+    return text.decode()
+
+
+def test_start_says_nothing_of_ucx(build):
+    """Settings that a transport in use does not read are no reason to complain, nor are those of UCX as a whole."""
+    for transports in ("all", "tcp", "posix,self", "sysv,tcp"):
+        text = lines_of(build, "prefill", "--kv-pages", "4", "--threads", "1", "--join", "tcp://127.0.0.1:1",
+                        before=["env", "UCX_TLS=" + transports, "UCX_WARN_UNUSED_ENV_VARS=y"])
+        assert "status on" in text and "UCX" not in text, text
 
 
 def test_one_router_joined_by_two_names_is_joined_once(build):
@@ -111,5 +166,6 @@ if __name__ == "__main__":
     harness.main([test_pause_of_the_router_is_nobodys_fault, test_mute_connections_do_not_keep_workers_out,
                   test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
+                  test_too_little_shared_memory_is_explained, test_start_says_nothing_of_ucx,
                   test_one_router_joined_by_two_names_is_joined_once,
                   test_router_that_cannot_be_reached_is_named_once], __doc__)
