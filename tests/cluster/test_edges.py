@@ -148,9 +148,10 @@ def test_one_router_joined_by_two_names_is_joined_once(build):
         d.argv[d.argv.index("--join") + 1] += ",tcp://localhost:%d" % port
         d.start().wait_log("are the same router")
         harness.wait_for("d9 serves", lambda: c.admin().get("d9", {}).get("state") == "serving")
+        before = c.metric("retries_total")  # the second joining may have cut the warm-up of the first
         s = completion(c, 1, 200)
         s.read()
-        assert s.error is None and c.metric("retries_total") == 0
+        assert s.error is None and c.metric("retries_total") == before
         assert c.admin()["d9"]["state"] == "serving"
 
 
