@@ -7,6 +7,7 @@
  */
 #include "decode/sched.h"
 
+#include "common/base/buf.h"
 #include "common/base/err.h"
 #include "kernels/kv_layout.h"
 
@@ -48,13 +49,8 @@ void dec_actions_fini(struct dec_actions *a)
 
 static struct dec_action *act(struct dec_actions *out, enum dec_action_kind kind)
 {
-    if (out->n == out->cap) {
-        uint32_t cap = out->cap ? 2 * out->cap : 64;
-        struct dec_action *items = realloc(out->items, cap * sizeof *items);
-        tow_assert(items); /* a promise already made could not be kept */
-        out->items = items;
-        out->cap = cap;
-    }
+    out->items = tow_grow(out->items, out->n, &out->cap, 64, sizeof *out->items);
+    tow_assert(out->items); /* a promise already made could not be kept */
     struct dec_action *a = &out->items[out->n++];
     memset(a, 0, sizeof *a);
     a->kind = kind;

@@ -1,6 +1,7 @@
 /* decode/seq.c - see seq.h for the chart. */
 #include "decode/seq.h"
 
+#include "common/base/buf.h"
 #include "common/base/err.h"
 
 #include <stdlib.h>
@@ -36,18 +37,6 @@ bool dec_seq_ends_with(const struct dec_seq *s, uint32_t token)
     return false;
 }
 
-/* NULL for nothing to copy is fine, so failure is told apart by *ok. */
-static void *copy(const void *p, size_t n, bool *ok)
-{
-    if (n == 0) return NULL;
-    void *q = malloc(n);
-    if (q)
-        memcpy(q, p, n);
-    else
-        *ok = false;
-    return q;
-}
-
 int dec_seq_new(struct dec_seq **out, uint64_t owner, const struct wire_reserve *m, uint64_t now_ms)
 {
     struct dec_seq *s = calloc(1, sizeof *s);
@@ -64,11 +53,11 @@ int dec_seq_new(struct dec_seq **out, uint64_t owner, const struct wire_reserve 
     s->lease_ms = m->lease_ms;
     s->sampling = m->sampling;
     s->sampling.logit_bias.data =
-        copy(m->sampling.logit_bias.data, m->sampling.logit_bias.len, &ok);
+        tow_copy(m->sampling.logit_bias.data, m->sampling.logit_bias.len, &ok);
     s->n_eos = m->eos.n;
-    s->eos = copy(m->eos.data, 4 * (size_t)m->eos.n, &ok);
+    s->eos = tow_copy(m->eos.data, 4 * (size_t)m->eos.n, &ok);
     s->n_prior = s->n_output = m->outputs.n;
-    s->outputs = copy(m->outputs.data, 4 * (size_t)m->outputs.n, &ok);
+    s->outputs = tow_copy(m->outputs.data, 4 * (size_t)m->outputs.n, &ok);
     s->max_output = m->max_tokens;
     s->n_tokens = s->n_cached = m->n_tokens;
     s->tell = true;

@@ -1,6 +1,7 @@
 /* prefill/job.c - see job.h for the chart. */
 #include "prefill/job.h"
 
+#include "common/base/buf.h"
 #include "common/base/err.h"
 
 #include <stdlib.h>
@@ -27,17 +28,6 @@ void pre_job_set_state(struct pre_job *j, enum pre_job_state to, uint64_t now_ms
     j->since_ms = now_ms;
 }
 
-static void *copy(const void *p, size_t n, bool *ok)
-{
-    if (n == 0) return NULL;
-    void *q = malloc(n);
-    if (q)
-        memcpy(q, p, n);
-    else
-        *ok = false;
-    return q;
-}
-
 int pre_job_new(struct pre_job **out, uint64_t owner, const struct wire_prefill *m,
                 uint32_t n_pages, uint64_t now_ms)
 {
@@ -55,12 +45,12 @@ int pre_job_new(struct pre_job **out, uint64_t owner, const struct wire_prefill 
     j->lease_ms = m->lease_ms;
     j->sampling = m->sampling;
     j->sampling.logit_bias.data =
-        copy(m->sampling.logit_bias.data, m->sampling.logit_bias.len, &ok);
+        tow_copy(m->sampling.logit_bias.data, m->sampling.logit_bias.len, &ok);
     j->n_eos = m->eos.n;
-    j->eos = copy(m->eos.data, 4 * (size_t)m->eos.n, &ok);
+    j->eos = tow_copy(m->eos.data, 4 * (size_t)m->eos.n, &ok);
     j->n_tokens = m->tokens.n;
     j->n_prompt = m->n_prompt;
-    j->tokens = copy(m->tokens.data, 4 * (size_t)m->tokens.n, &ok);
+    j->tokens = tow_copy(m->tokens.data, 4 * (size_t)m->tokens.n, &ok);
     j->max_output = m->max_tokens;
     j->acked = calloc(n_pages, 1);
     if (!j->acked) ok = false;

@@ -6,6 +6,7 @@
  */
 #include "prefill/sched.h"
 
+#include "common/base/buf.h"
 #include "common/base/err.h"
 #include "kernels/kv_layout.h"
 
@@ -51,13 +52,8 @@ void pre_actions_fini(struct pre_actions *a)
 
 static struct pre_action *act(struct pre_actions *out, enum pre_action_kind kind)
 {
-    if (out->n == out->cap) {
-        uint32_t cap = out->cap ? 2 * out->cap : 64;
-        struct pre_action *items = realloc(out->items, cap * sizeof *items);
-        tow_assert(items); /* a promise already made could not be kept */
-        out->items = items;
-        out->cap = cap;
-    }
+    out->items = tow_grow(out->items, out->n, &out->cap, 64, sizeof *out->items);
+    tow_assert(out->items); /* a promise already made could not be kept */
     struct pre_action *a = &out->items[out->n++];
     memset(a, 0, sizeof *a);
     a->kind = kind;

@@ -50,8 +50,6 @@ struct router {
     bool failed_rest, api_closed, was_ready;
 };
 
-static const char *const level_names[] = {"error", "warn", "info", "debug", NULL};
-static const char *const format_names[] = {"text", "json", NULL};
 static const char *const url_schemes[] = {"tcp", "ipc", NULL};
 
 static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_do *what,
@@ -157,18 +155,7 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
          .max = 86400,
          .unit = "s",
          .help = "on SIGTERM: end what still runs after this"},
-        {.name = "log-level",
-         .type = TOW_OPT_ENUM,
-         .out = &s->log_level,
-         .def = "info",
-         .choices = level_names,
-         .help = "how much to log"},
-        {.name = "log-format",
-         .type = TOW_OPT_ENUM,
-         .out = &s->log_format,
-         .def = "text",
-         .choices = format_names,
-         .help = "text or JSON lines"},
+        TOW_OPTS_LOG(&s->log_level, &s->log_format),
     };
     _Static_assert(sizeof table / sizeof *table <= MAX_OPTIONS, "room for every option");
     memcpy(r->table, table, sizeof table);
@@ -180,11 +167,7 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
                           (const char *const *)environ, what, err);
     if (rc < 0) return rc;
     if (*what == TOW_OPTS_HELP) {
-        struct tow_buf help;
-        tow_buf_init(&help, 0);
-        tow_opts_help(&r->spec, &help);
-        fputs(help.data ? help.data : "", stdout);
-        tow_buf_fini(&help);
+        tow_opts_print_help(&r->spec);
         return 0;
     }
     tow_log_init("towpath-router", (enum tow_log_level)s->log_level,

@@ -99,18 +99,9 @@ void rtr_output_free(struct rtr_output *o)
     free(o);
 }
 
-static void *grow(void *items, uint32_t n, uint32_t *cap, size_t size)
-{
-    if (n < *cap) return items;
-    uint32_t more = *cap ? *cap * 2 : 4;
-    void *p = realloc(items, more * size);
-    if (p) *cap = more;
-    return p;
-}
-
 static void add_call(struct rtr_output *o, const char *name, size_t len)
 {
-    struct rtr_call *calls = grow(o->calls, o->n_calls, &o->calls_cap, sizeof *calls);
+    struct rtr_call *calls = tow_grow(o->calls, o->n_calls, &o->calls_cap, 4, sizeof *calls);
     char *copy = strndup(name, len);
     if (calls) o->calls = calls;
     if (!calls || !copy) {
@@ -175,7 +166,7 @@ static bool is_hidden(const struct rtr_output *o, text_id id)
 
 static void add_scored(struct rtr_output *o, const struct rtr_tokens *t, uint32_t i)
 {
-    struct rtr_scored *items = grow(o->scored, o->n_scored, &o->scored_cap, sizeof *items);
+    struct rtr_scored *items = tow_grow(o->scored, o->n_scored, &o->scored_cap, 4, sizeof *items);
     if (!items) {
         o->failed = true;
         return;

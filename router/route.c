@@ -7,6 +7,7 @@
  */
 #include "router/route.h"
 
+#include "common/base/buf.h"
 #include "common/base/list.h"
 #include "kernels/kv_layout.h"
 
@@ -115,13 +116,8 @@ void rtr_actions_fini(struct rtr_actions *a)
 
 static struct rtr_action *act(struct rtr_actions *out, enum rtr_action_kind kind)
 {
-    if (out->n == out->cap) {
-        uint32_t cap = out->cap ? 2 * out->cap : 64;
-        struct rtr_action *items = realloc(out->items, cap * sizeof *items);
-        tow_assert(items); /* a promise already made could not be kept */
-        out->items = items;
-        out->cap = cap;
-    }
+    out->items = tow_grow(out->items, out->n, &out->cap, 64, sizeof *out->items);
+    tow_assert(out->items); /* a promise already made could not be kept */
     struct rtr_action *a = &out->items[out->n++];
     memset(a, 0, sizeof *a);
     a->kind = kind;

@@ -112,3 +112,24 @@ char *tow_buf_take(struct tow_buf *b)
     b->len = b->cap = 0;
     return p;
 }
+
+void *tow_copy(const void *bytes, size_t n, bool *ok)
+{
+    if (n == 0) return NULL;
+    void *copy = malloc(n);
+    if (copy)
+        memcpy(copy, bytes, n);
+    else
+        *ok = false;
+    return copy;
+}
+
+void *tow_grow(void *items, uint32_t n, uint32_t *cap, uint32_t first, size_t item_bytes)
+{
+    if (n < *cap) return items;
+    if (*cap > UINT32_MAX / 2) return NULL;
+    uint32_t more = *cap ? 2 * *cap : first;
+    void *grown = realloc(items, more * item_bytes);
+    if (grown) *cap = more;
+    return grown;
+}

@@ -10,34 +10,25 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { LINE_BYTES = 2048, END_BYTES = 32 }; /* END_BYTES: room for what ends a line; a line is below PIPE_BUF */
+enum {
+    LINE_BYTES = 2048,
+    END_BYTES = 32
+}; /* END_BYTES: room for what ends a line; a line is below PIPE_BUF */
 
-static const char         *log_program = "towpath";
-static enum tow_log_level  log_level = TOW_LOG_INFO;
+static const char *log_program = "towpath";
+static enum tow_log_level log_level = TOW_LOG_INFO;
 static enum tow_log_format log_format = TOW_LOG_TEXT;
-static pthread_mutex_t     write_lock = PTHREAD_MUTEX_INITIALIZER;
-static unsigned            lost_lines; /* since the last that was written; under write_lock */
-static const char *const   level_names[] = {"error", "warn", "info", "debug"};
+static pthread_mutex_t write_lock = PTHREAD_MUTEX_INITIALIZER;
+static unsigned lost_lines; /* since the last that was written; under write_lock */
+
+const char *const tow_log_levels[] = {"error", "warn", "info", "debug", NULL};
+const char *const tow_log_formats[] = {"text", "json", NULL};
 
 void tow_log_init(const char *program, enum tow_log_level level, enum tow_log_format format)
 {
     log_program = program;
     log_level = level;
     log_format = format;
-}
-
-int tow_log_parse_level(const char *s)
-{
-    for (int i = 0; i < 4; i++)
-        if (!strcmp(s, level_names[i])) return i;
-    return -1;
-}
-
-int tow_log_parse_format(const char *s)
-{
-    if (!strcmp(s, "text")) return TOW_LOG_TEXT;
-    if (!strcmp(s, "json")) return TOW_LOG_JSON;
-    return -1;
 }
 
 int tow_log_enabled(enum tow_log_level level)
@@ -49,7 +40,11 @@ int tow_log_enabled(enum tow_log_level level)
 static size_t utf8_len(const unsigned char *s, size_t left)
 {
     unsigned c = s[0];
-    size_t   n = c < 0x80 ? 1 : c >= 0xc2 && c < 0xe0 ? 2 : c >= 0xe0 && c < 0xf0 ? 3 : c >= 0xf0 && c < 0xf5 ? 4 : 0;
+    size_t n = c < 0x80                ? 1
+               : c >= 0xc2 && c < 0xe0 ? 2
+               : c >= 0xe0 && c < 0xf0 ? 3
+               : c >= 0xf0 && c < 0xf5 ? 4
+                                       : 0;
     if (n == 0 || n > left) return 0;
     for (size_t i = 1; i < n; i++)
         if ((s[i] & 0xc0) != 0x80) return 0;
@@ -64,7 +59,7 @@ static size_t copy_clean(char *dst, size_t cap, const char *src, int json)
     size_t o = 0, n = strlen(src);
     for (size_t i = 0; i < n;) {
         const unsigned char *s = (const unsigned char *)src + i;
-        size_t               k = utf8_len(s, n - i);
+        size_t k = utf8_len(s, n - i);
         if (o + 8 >= cap) break;
         if (k == 0 || (k == 1 && (s[0] < 0x20 || s[0] == 0x7f))) {
             o += (size_t)snprintf(dst + o, cap - o, json ? "\\\\x%02x" : "\\x%02x", s[0]);
@@ -105,29 +100,31 @@ static void write_line(char *line, size_t n)
 void tow_log(enum tow_log_level level, const char *fmt, ...)
 {
     if (level > log_level) return;
-    int     saved = errno;
-    char    raw[LINE_BYTES / 2], line[LINE_BYTES];
+    int saved = errno;
+    char raw[LINE_BYTES / 2], line[LINE_BYTES];
     va_list ap;
     va_start(ap, fmt);
     vsnprintf(raw, sizeof raw, fmt, ap);
     va_end(ap);
 
     struct timespec t;
-    struct tm       tm;
+    struct tm tm;
     clock_gettime(CLOCK_REALTIME, &t);
     gmtime_r(&t.tv_sec, &tm);
-    char   when[32];
+    char when[32];
     size_t wn = strftime(when, sizeof when, "%Y-%m-%dT%H:%M:%S", &tm);
     snprintf(when + wn, sizeof when - wn, ".%03ldZ", t.tv_nsec / 1000000);
 
     size_t o;
     if (log_format == TOW_LOG_JSON) {
-        o = (size_t)snprintf(line, sizeof line, "{\"time\":\"%s\",\"level\":\"%s\",\"program\":\"%s\",\"msg\":\"", when,
-                             level_names[level], log_program);
+        o = (size_t)snprintf(line, sizeof line,
+                             "{\"time\":\"%s\",\"level\":\"%s\",\"program\":\"%s\",\"msg\":\"",
+                             when, tow_log_levels[level], log_program);
         o += copy_clean(line + o, sizeof line - o - END_BYTES - 2, raw, 1);
         line[o++] = '"';
     } else {
-        o = (size_t)snprintf(line, sizeof line, "%s %s %s: ", when, level_names[level], log_program);
+        o = (size_t)snprintf(line, sizeof line, "%s %s %s: ", when, tow_log_levels[level],
+                             log_program);
         o += copy_clean(line + o, sizeof line - o - END_BYTES - 2, raw, 0);
     }
     write_line(line, o);

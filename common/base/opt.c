@@ -709,6 +709,15 @@ void tow_opts_help(const struct tow_opts_spec *spec, struct tow_buf *out)
     tow_buf_puts(out, "A flag wins over the environment (TOWPATH_NAME), that over the file.\n");
 }
 
+void tow_opts_print_help(const struct tow_opts_spec *spec)
+{
+    struct tow_buf help;
+    tow_buf_init(&help, 0);
+    tow_opts_help(spec, &help);
+    fputs(help.data ? help.data : "", stdout);
+    tow_buf_fini(&help);
+}
+
 void tow_opts_print(const struct tow_opts *o, struct tow_buf *out)
 {
     bool first = true;

@@ -55,6 +55,19 @@ struct tow_opt {
     const char *help;           /* one line */
 };
 
+/* Entries of every server's table: --log-level and --log-format into two ints. Needs base/log.h. */
+#define TOW_OPTS_LOG(level, format)                                                                \
+    {.name = "log-level",                                                                          \
+     .type = TOW_OPT_ENUM,                                                                         \
+     .out = (level),                                                                               \
+     .def = "info",                                                                                \
+     .choices = tow_log_levels,                                                                    \
+     .help = "how much to log"},                                                                   \
+    {                                                                                              \
+        .name = "log-format", .type = TOW_OPT_ENUM, .out = (format), .def = "text",                \
+        .choices = tow_log_formats, .help = "text or JSON lines"                                   \
+    }
+
 enum tow_opt_source { TOW_FROM_DEFAULT, TOW_FROM_FILE, TOW_FROM_ENV, TOW_FROM_FLAG };
 
 struct tow_opts;
@@ -85,6 +98,7 @@ size_t tow_opts_n_operands(const struct tow_opts *o);
 const char *tow_opts_operand(const struct tow_opts *o, size_t i); /* borrowed from argv */
 
 void tow_opts_help(const struct tow_opts_spec *spec, struct tow_buf *out);
+void tow_opts_print_help(const struct tow_opts_spec *spec); /* to stdout */
 /* Appends "name=value name=value": the settings that are not at their default, for the start line. */
 void tow_opts_print(const struct tow_opts *o, struct tow_buf *out);
 

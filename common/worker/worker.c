@@ -77,8 +77,6 @@ static const char *const numerics_names[] = {"exact", "deployed", NULL};
 static const char *const kv_names[] = {"fp8", "bf16", "f32", NULL};
 static const char *const ik_names[] = {"fp4", "fp8", "bf16", "f32", NULL};
 static const char *const aq_names[] = {"w4a8", "w4a16", "w4a4", NULL};
-static const char *const level_names[] = {"error", "warn", "info", "debug", NULL};
-static const char *const format_names[] = {"text", "json", NULL};
 static const char *const url_schemes[] = {"tcp", "ipc", NULL};
 
 static size_t common_options(struct work_settings *s, struct tow_opt *to)
@@ -200,18 +198,7 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .max = 86400,
          .unit = "s",
          .help = "on SIGTERM: end what still runs after this"},
-        {.name = "log-level",
-         .type = TOW_OPT_ENUM,
-         .out = &s->log_level,
-         .def = "info",
-         .choices = level_names,
-         .help = "how much to log"},
-        {.name = "log-format",
-         .type = TOW_OPT_ENUM,
-         .out = &s->log_format,
-         .def = "text",
-         .choices = format_names,
-         .help = "text or JSON lines"},
+        TOW_OPTS_LOG(&s->log_level, &s->log_format),
         {.name = "fault",
          .type = TOW_OPT_STRING,
          .out = &s->fault,
@@ -904,11 +891,7 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
                           (const char *const *)environ, what, err);
     if (rc < 0) return rc;
     if (*what == TOW_OPTS_HELP) {
-        struct tow_buf help;
-        tow_buf_init(&help, 0);
-        tow_opts_help(&o->spec, &help);
-        fputs(help.data ? help.data : "", stdout);
-        tow_buf_fini(&help);
+        tow_opts_print_help(&o->spec);
         return 0;
     }
     tow_log_init(w->role->program, (enum tow_log_level)w->set.log_level,

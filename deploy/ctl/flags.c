@@ -1,10 +1,7 @@
 /* ctl/flags.c - see flags.h. */
 #include "deploy/ctl/flags.h"
 
-#include "common/base/buf.h"
 #include "common/base/err.h"
-
-#include <stdio.h>
 
 extern char **environ;
 
@@ -17,11 +14,7 @@ int ctl_flags_read(struct tow_opts **out, const struct tow_opts_spec *spec, int 
                           &what, err);
     if (rc < 0) return rc;
     if (what == TOW_OPTS_HELP) {
-        struct tow_buf help;
-        tow_buf_init(&help, 0);
-        tow_opts_help(spec, &help);
-        fputs(help.data ? help.data : "", stdout);
-        tow_buf_fini(&help);
+        tow_opts_print_help(spec);
     }
     return what == TOW_OPTS_HELP    ? CTL_FLAGS_DONE
            : what == TOW_OPTS_CHECK ? CTL_FLAGS_CHECK

@@ -4,6 +4,7 @@
 #include "common/base/buf.h"
 #include "common/base/err.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 static void test_tow_buf__append_past_the_cap_fails_and_stays_failed(void **state)
@@ -27,6 +28,39 @@ static void test_tow_buf__append_past_the_cap_fails_and_stays_failed(void **stat
     tow_buf_fini(&b);
 }
 
+static void test_tow_copy__nothing_is_no_failure(void **state)
+{
+    (void)state;
+    bool ok = true;
+    assert_null(tow_copy("abc", 0, &ok));
+    char *p = tow_copy("abc", 4, &ok);
+    assert_string_equal(p, "abc");
+    free(p);
+    assert_true(ok);
+}
+
+static void test_tow_grow__keeps_the_items_and_doubles(void **state)
+{
+    (void)state;
+    uint32_t cap = 0, full = UINT32_MAX / 2 + 1;
+    uint64_t *items = NULL;
+    for (uint32_t n = 0; n < 100; n++) {
+        items = tow_grow(items, n, &cap, 3, sizeof *items);
+        assert_non_null(items);
+        items[n] = n;
+        assert_int_equal(cap, n < 3    ? 3
+                              : n < 6  ? 6
+                              : n < 12 ? 12
+                              : n < 24 ? 24
+                              : n < 48 ? 48
+                              : n < 96 ? 96
+                                       : 192);
+    }
+    for (uint32_t n = 0; n < 100; n++) assert_int_equal(items[n], n);
+    assert_null(tow_grow(items, full, &full, 3, sizeof *items)); /* would not be counted any more */
+    free(items);
+}
+
 static void test_tow_err__note_goes_before_the_message(void **state)
 {
     (void)state;
@@ -43,6 +77,8 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_tow_buf__append_past_the_cap_fails_and_stays_failed),
+        cmocka_unit_test(test_tow_copy__nothing_is_no_failure),
+        cmocka_unit_test(test_tow_grow__keeps_the_items_and_doubles),
         cmocka_unit_test(test_tow_err__note_goes_before_the_message),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
