@@ -22,6 +22,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/err.h"
+#include "common/base/fault.h"
 #include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/net/loop.h"
@@ -235,12 +236,20 @@ static int queue_frame(struct net_ctl *c, struct out_frame *f)
     return 0;
 }
 
+/* A frame that is lost alone would be waited for: without memory the connection ends. */
+static struct out_frame *frame_new(struct net_ctl *c, size_t bytes)
+{
+    struct out_frame *f = tow_fault("ctl.frame") ? NULL : malloc(sizeof *f + bytes);
+    if (!f) close_why(c, TOW_ENOMEM, "no memory for a frame");
+    return f;
+}
+
 int net_ctl_send(struct net_ctl *c, uint16_t type, const void *body, uint32_t bytes)
 {
     if (c->state != CTL_OPEN) return TOW_EPEER;
     struct wire_header h = {.body_bytes = bytes, .type = type, .version = WIRE_VERSION};
     if (wire_check_header(&h, NULL) < 0) return TOW_ETOOBIG;
-    struct out_frame *f = malloc(sizeof *f + WIRE_HEADER_BYTES + bytes);
+    struct out_frame *f = frame_new(c, WIRE_HEADER_BYTES + bytes);
     if (!f) return TOW_ENOMEM;
     f->bytes = WIRE_HEADER_BYTES + bytes;
     wire_header_pack(&h, f->data);
@@ -253,7 +262,7 @@ int net_ctl_send_msg(struct net_ctl *c, const struct wire_msg *m)
     if (c->state != CTL_OPEN) return TOW_EPEER;
     int64_t bytes = wire_frame_bytes(m);
     if (bytes < 0) return (int)bytes;
-    struct out_frame *f = malloc(sizeof *f + (size_t)bytes);
+    struct out_frame *f = frame_new(c, (size_t)bytes);
     if (!f) return TOW_ENOMEM;
     int64_t rc = wire_pack(m, f->data, (size_t)bytes);
     if (rc < 0) {

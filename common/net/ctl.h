@@ -56,8 +56,9 @@ int net_ctl_dial(struct net_ctl_dialer **out, struct net_loop *loop, const char 
                  struct tow_err *err);
 void net_ctl_dialer_close(struct net_ctl_dialer *d); /* also its connection. NULL is fine */
 
-/* Queues a copy of the frame. TOW_EPEER: closing already; TOW_EFULL: the peer does not read, the
- * connection is being closed; TOW_ETOOBIG: above the type's cap, nothing sent. */
+/* Queues a copy of the frame. TOW_EPEER: closing already; TOW_EFULL: the peer does not read,
+ * TOW_ENOMEM: no memory for it; the connection is being closed, so nobody waits for a lost frame.
+ * TOW_ETOOBIG: above the type's cap, nothing sent. */
 int net_ctl_send(struct net_ctl *c, uint16_t type, const void *body, uint32_t bytes);
 /* The same for a message of proto/messages.h; TOW_EINVAL when a field is above its cap. */
 int net_ctl_send_msg(struct net_ctl *c, const struct wire_msg *m);

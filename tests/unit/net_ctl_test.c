@@ -3,6 +3,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/err.h"
+#include "common/base/fault.h"
 #include "common/net/ctl.h"
 #include "common/net/loop.h"
 #include "proto/messages.h"
@@ -304,6 +305,25 @@ static void test_net_ctl__peer_that_does_not_read_is_closed(void **state)
     pair_close(&p);
 }
 
+/* The other side would wait for a frame that was lost alone; of a connection that ended it hears. */
+static void test_net_ctl__frame_without_memory_ends_the_connection(void **state)
+{
+    (void)state;
+    struct pair p;
+    pair_open(&p, "tcp://127.0.0.1:0", &quick);
+    turn_until(p.loop, &p.s.opens, 1);
+    struct net_ctl *c = p.s.c;
+    tow_fault_reset();
+    assert_int_equal(tow_fault_arm("ctl.frame", 1, false, TOW_FAULT_FAIL, NULL), 0);
+    assert_int_equal(net_ctl_send(c, WIRE_BYE_MSG, NULL, 0), TOW_ENOMEM);
+    tow_fault_reset();
+    assert_int_equal(net_ctl_send(c, WIRE_BYE_MSG, NULL, 0), TOW_EPEER);
+    turn_until(p.loop, &p.s.closes, 1);
+    assert_int_equal(p.s.code, TOW_ENOMEM);
+    turn_until(p.loop, &p.d.closes, 1);
+    pair_close(&p);
+}
+
 static void test_net_ctl__dialer_waits_for_the_server_and_survives_its_restart(void **state)
 {
     (void)state;
@@ -370,6 +390,7 @@ int main(void)
         cmocka_unit_test(test_net_ctl__frame_that_drips_is_given_up),
         cmocka_unit_test(test_net_ctl__unknown_type_is_skipped_and_answered),
         cmocka_unit_test(test_net_ctl__peer_that_does_not_read_is_closed),
+        cmocka_unit_test(test_net_ctl__frame_without_memory_ends_the_connection),
         cmocka_unit_test(test_net_ctl__dialer_waits_for_the_server_and_survives_its_restart),
         cmocka_unit_test(test_net_ctl__port_in_use_names_the_url),
         cmocka_unit_test(test_net_ctl__server_closes_what_is_above_its_limit),
