@@ -127,14 +127,19 @@ endif
 # One source of CPU kernels, one object per instruction set; chosen at run time (kernels/cpu/dev.c).
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -mf16c -mprefer-vector-width=512
 ISA_avx2   := -mavx2 -mfma -mf16c
+ISA_amx    := $(ISA_avx512) -mamx-tile -mamx-bf16
 ifeq ($(VARIANT),fuzz)
 # No fuzzer reaches a kernel, and clang needs minutes to instrument the vector copies. The plain ones stay.
 ISA_avx512 += -fno-sanitize=all
 ISA_avx2   += -fno-sanitize=all
+ISA_amx    += -fno-sanitize=all
 endif
 $(B)/obj/%_cpu.avx512.o: %_cpu.c $(FLAGS_FILE)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(ISA_avx512) -c $< -o $@
+$(B)/obj/%_cpu.amx.o: %_cpu.c $(FLAGS_FILE)
+	@mkdir -p $(@D)
+	$(CC) $(CFLAGS) $(ISA_amx) -c $< -o $@
 $(B)/obj/%_cpu.avx2.o: %_cpu.c $(FLAGS_FILE)
 	@mkdir -p $(@D)
 	$(CC) $(CFLAGS) $(ISA_avx2) -c $< -o $@
@@ -147,7 +152,7 @@ $(B)/obj/%.cu.o: %.cu $(FLAGS_FILE)
 
 ifneq ($(filter x86_64%,$(shell $(CC) -dumpmachine)),)
 SRC_isa := $(filter %_cpu.c,$(SRC_kernels))
-OBJ_kernels_isa := $(foreach i,avx2 avx512,$(patsubst %.c,$(B)/obj/%.$(i).o,$(SRC_isa)))
+OBJ_kernels_isa := $(foreach i,avx2 avx512 amx,$(patsubst %.c,$(B)/obj/%.$(i).o,$(SRC_isa)))
 endif
 
 define lib_rule

@@ -22,7 +22,7 @@ void kern_dev_close(struct kern_dev *dev);
 const struct kern_ops *kern_dev_ops(const struct kern_dev *dev);
 struct kern_stream *kern_dev_stream(struct kern_dev *dev);
 int kern_dev_threads(const struct kern_dev *dev);
-const char *kern_dev_isa(const struct kern_dev *dev); /* "avx512", "avx2", "c" */
+const char *kern_dev_isa(const struct kern_dev *dev); /* "amx", "avx512", "avx2", "c" */
 
 /* 64-byte aligned device memory, zeroed. NULL when there is none. */
 void *kern_dev_alloc(struct kern_dev *dev, size_t bytes);

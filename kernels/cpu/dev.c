@@ -18,6 +18,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 enum { MAX_THREADS = 256, SPIN_ROUNDS = 200 };
@@ -166,6 +168,18 @@ int kern_stream_threads(const struct kern_stream *s)
 
 /* --- instruction sets */
 
+#if defined(__x86_64__)
+/* The kernel keeps tile registers only for processes that asked for them; it may also refuse. */
+static bool has_amx(void)
+{
+    enum { TILE_AND_BF16 = 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_BF16) != TILE_AND_BF16)
+        return false;
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
+}
+#endif
+
 enum kern_cpu_isa kern_cpu_best_isa(void)
 {
 #if defined(__x86_64__)
@@ -174,10 +188,10 @@ enum kern_cpu_isa kern_cpu_best_isa(void)
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return KERN_CPU_C;
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & (1u << 29))) return KERN_CPU_C; /* f16c */
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return KERN_CPU_AVX512;
-    return KERN_CPU_AVX2;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
+        return KERN_CPU_AVX2;
+    return has_amx() ? KERN_CPU_AMX : KERN_CPU_AVX512;
 #else
     return KERN_CPU_C;
 #endif
@@ -189,7 +203,8 @@ KERN_OPS(X)
 #if defined(__x86_64__)
 #define X(op)                                                                                      \
     int kern_##op##_avx2(struct kern_stream *s, const struct kern_##op *p);                        \
-    int kern_##op##_avx512(struct kern_stream *s, const struct kern_##op *p);
+    int kern_##op##_avx512(struct kern_stream *s, const struct kern_##op *p);                      \
+    int kern_##op##_amx(struct kern_stream *s, const struct kern_##op *p);
 KERN_OPS(X)
 #undef X
 #endif
@@ -201,6 +216,7 @@ KERN_OPS(X)
         int rc = kern_##op##_check(p);                                                             \
         if (rc < 0) return rc;                                                                     \
         switch (s->isa) {                                                                          \
+        case KERN_CPU_AMX: return kern_##op##_amx(s, p);                                           \
         case KERN_CPU_AVX512: return kern_##op##_avx512(s, p);                                     \
         case KERN_CPU_AVX2: return kern_##op##_avx2(s, p);                                         \
         default: return kern_##op##_c(s, p);                                                       \
@@ -314,7 +330,7 @@ int kern_dev_threads(const struct kern_dev *dev)
 }
 const char *kern_dev_isa(const struct kern_dev *dev)
 {
-    static const char *const names[KERN_CPU_N_ISA] = {"c", "avx2", "avx512"};
+    static const char *const names[KERN_CPU_N_ISA] = {"c", "avx2", "avx512", "amx"};
     return names[dev->stream.isa];
 }
 

@@ -9,7 +9,8 @@
 
 #include "kernels/dev.h"
 
-enum kern_cpu_isa { KERN_CPU_C, KERN_CPU_AVX2, KERN_CPU_AVX512, KERN_CPU_N_ISA };
+/* Each contains those before it. All but AMX give the same bits; AMX has an order of its own for sums of products. */
+enum kern_cpu_isa { KERN_CPU_C, KERN_CPU_AVX2, KERN_CPU_AVX512, KERN_CPU_AMX, KERN_CPU_N_ISA };
 
 /* Best instruction set of this machine, the operating system's support included. */
 enum kern_cpu_isa kern_cpu_best_isa(void);

@@ -7,6 +7,7 @@
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
+#include "kernels/gemm/amx_cpu.h"
 #include "kernels/gemm/gemv_cpu.h"
 #include "kernels/gemm/panel_cpu.h"
 #include "kernels/ops.h"
@@ -76,11 +77,85 @@ static int64_t rows_per_block(int64_t T, int64_t floats)
     return rows <= KERN_TILE_A ? rows : (rows + KERN_TILE_A - 1) / KERN_TILE_A * KERN_TILE_A;
 }
 
+#if KERN_ISA_AMX
+/* --- the same through the matrix unit: x is packed into tiles, sixteen rows a part */
+
+enum {
+    TILES_BYTES =
+        1024 * 1024, /* of packed x of one group: with a panel they fit the second-level cache */
+    TILES_ROWS = 256,
+};
+
+struct tiles_job {
+    const struct kern_linear *p;
+    uint32_t *x;      /* [groups][words] packed */
+    uint8_t *scratch; /* per thread: floats of a row or a panel, then the panel's result */
+    size_t stride, c_at;
+    int64_t t0, n_rows, words;
+    int64_t row_blocks, panels; /* of a group */
+};
+
+static void tiles_pack(void *arg, int64_t part, int thread)
+{
+    const struct tiles_job *j = arg;
+    const struct kern_linear *p = j->p;
+    int64_t g = part / j->row_blocks, t = part % j->row_blocks * 16;
+    float *row = (float *)(j->scratch + j->stride * (size_t)thread);
+    for (int64_t end = t + 16 < j->n_rows ? t + 16 : j->n_rows; t < end; t++) {
+        const void *x = kern_at(p->x, (j->t0 + t) * p->ld_x + g * p->K, p->x_dtype);
+        kern_row_load(x, p->x_dtype, p->K, row);
+        kern_row_aq(row, p->K, p->aq, 0);
+        KERN_ISA(kern_amx_pack)(&p->w, row, j->x + g * j->words, t, j->n_rows);
+    }
+}
+
+static void tiles_part(void *arg, int64_t part, int thread)
+{
+    const struct tiles_job *j = arg;
+    const struct kern_linear *p = j->p;
+    uint8_t *scratch = j->scratch + j->stride * (size_t)thread;
+    float *c = (float *)(scratch + j->c_at);
+    int64_t g = part / j->panels, n0 = part % j->panels * KERN_AMX_ROWS;
+    int64_t nb = p->N - n0 < KERN_AMX_ROWS ? p->N - n0 : KERN_AMX_ROWS;
+    KERN_ISA(kern_amx_times)
+    (&p->w, g * p->N + n0, nb, j->x + g * j->words, j->n_rows, c, KERN_AMX_ROWS, scratch);
+    for (int64_t t = 0; t < j->n_rows; t++)
+        kern_row_store(kern_at_mut(p->y, (j->t0 + t) * p->ld_y + g * p->N + n0, p->y_dtype),
+                       p->y_dtype, nb, c + t * KERN_AMX_ROWS);
+}
+
+static int linear_tiles(struct kern_stream *s, const struct kern_linear *p)
+{
+    struct tiles_job j = {.p = p, .panels = (p->N + KERN_AMX_ROWS - 1) / KERN_AMX_ROWS};
+    int64_t fit = TILES_BYTES / kern_amx_x_words(1, p->K) / 4 & ~(int64_t)31;
+    int64_t block = fit < 32 ? 32 : fit > TILES_ROWS ? TILES_ROWS : fit;
+    if (block > p->T) block = p->T;
+    size_t row = (size_t)kern_pad16(p->K) * 4,
+           times = kern_amx_scratch_bytes(p->K, block <= KERN_AMX_STREAM);
+    j.words = kern_amx_x_words(block, p->K);
+    j.c_at = ((row > times ? row : times) + 63) & ~(size_t)63;
+    j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(j.words * p->groups) * 4);
+    j.scratch = kern_scratch_each(s, KERN_SLOT_PANEL, j.c_at + (size_t)block * KERN_AMX_ROWS * 4,
+                                  &j.stride);
+    if (!j.x || !j.scratch) return TOW_ENOMEM;
+    for (j.t0 = 0; j.t0 < p->T; j.t0 += block) {
+        j.n_rows = p->T - j.t0 < block ? p->T - j.t0 : block;
+        j.row_blocks = (j.n_rows + 15) / 16;
+        kern_parallel(s, j.row_blocks * p->groups, tiles_pack, &j);
+        kern_parallel(s, j.panels * p->groups, tiles_part, &j);
+    }
+    return 0;
+}
+#endif
+
 int KERN_ISA(kern_linear)(struct kern_stream *s, const struct kern_linear *p)
 {
     struct job j = {.p = p, .kp = kern_pad16(p->K)};
     j.ld = kern_row_ld(j.kp);
     if (p->T == 0) return 0;
+#if KERN_ISA_AMX
+    if (kern_amx_fits(&p->w, p->x_dtype, p->aq)) return linear_tiles(s, p);
+#endif
     int64_t block = rows_per_block(p->T, j.ld * p->groups), fit = PANEL_BYTES / (j.ld * 4);
     j.panel_rows = fit < 4 ? 4 : fit > PANEL_MAX ? PANEL_MAX : (int32_t)(fit & ~(int64_t)3);
     j.gemv = kern_gemv_fits(&p->w, p->T, p->round_w);

@@ -97,7 +97,7 @@ static void read_part(void *arg, int64_t part, int thread)
     size_t n = PROBE_BYTES / 64;
     (void)arg;
 #if defined(__x86_64__)
-    if (kern_stream_isa(s) == KERN_CPU_AVX512) {
+    if (kern_stream_isa(s) >= KERN_CPU_AVX512) {
         sinks[thread] += read_512(probe + (size_t)part * n, n);
         return;
     }
@@ -109,7 +109,7 @@ static void fma_part(void *arg, int64_t part, int thread)
 {
     (void)arg, (void)part;
 #if defined(__x86_64__)
-    if (kern_stream_isa(s) == KERN_CPU_AVX512)
+    if (kern_stream_isa(s) >= KERN_CPU_AVX512)
         sinks[thread] += fma_512(fma_rounds);
     else if (kern_stream_isa(s) == KERN_CPU_AVX2)
         sinks[thread] += fma_256(fma_rounds);
@@ -124,7 +124,7 @@ static void fma_part(void *arg, int64_t part, int thread)
 }
 static double fma_lanes(void)
 {
-    return kern_stream_isa(s) == KERN_CPU_AVX512 ? 256
+    return kern_stream_isa(s) >= KERN_CPU_AVX512 ? 256
            : kern_stream_isa(s) == KERN_CPU_AVX2 ? 96
                                                  : 8;
 }

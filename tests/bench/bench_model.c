@@ -23,7 +23,14 @@
 #include <immintrin.h>
 #endif
 
-enum { CHUNK = 512, DECODE_STEPS = 8, MAX_SLOTS = 64, PROBE_BYTES = 1 << 30, FMA_ROUNDS = 1 << 22 };
+enum {
+    CHUNK = 512,
+    DECODE_STEPS = 8,
+    MAX_SLOTS = 64,
+    PROBE_BYTES = 1 << 30,
+    FMA_ROUNDS = 1 << 22,
+    TILE_ROUNDS = 1 << 18
+};
 
 static int n_threads;
 
@@ -182,7 +189,7 @@ const struct kern_ops *__wrap_kern_dev_ops(const struct kern_dev *dev)
 
 static uint8_t *probe;
 static float sinks[256];
-static double read_bw, fma_peak; /* bytes/s, operations/s (two for each multiply-add) */
+static double read_bw, fma_peak, tile_peak; /* bytes/s, operations/s (two for each multiply-add) */
 
 #if defined(__x86_64__)
 /* Four streams side by side, since one alone does not fill the memory's queues. */
@@ -210,6 +217,26 @@ __attribute__((target("avx512f"))) static float fma_512(float x)
 #pragma GCC unroll 12
     for (int k = 0; k < 12; k++) sum += _mm512_reduce_add_ps(acc[k]);
     return sum;
+}
+
+/* Four independent 16 x 16 x 32 bf16 products at a time. */
+__attribute__((target("amx-tile,amx-bf16"))) static void tiles_512(void)
+{
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) c = {.palette = 1};
+    for (int i = 0; i < 8; i++) c.rows[i] = 16, c.bytes[i] = 64;
+    __asm__ volatile("" ::: "memory");
+    _tile_loadconfig(&c);
+    for (int i = 0; i < TILE_ROUNDS; i++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
 }
 
 __attribute__((target("avx2,fma"))) static float fma_256(float x)
@@ -283,6 +310,14 @@ static void fma_part(void *arg, int64_t part, int thread)
     sinks[thread] += fma_any(0.5f);
 }
 
+#if defined(__x86_64__)
+static void tile_part(void *arg, int64_t part, int thread)
+{
+    (void)arg, (void)part, (void)thread;
+    tiles_512();
+}
+#endif
+
 /* Called before, between and after the runs; the best of all counts. */
 static void measure_ceilings(struct kern_stream *s)
 {
@@ -296,6 +331,14 @@ static void measure_ceilings(struct kern_stream *s)
         t = now() - t;
         double ops = 2.0 * FMA_ROUNDS * (lanes ? lanes * 12 : 16) * n_threads;
         if (ops / t > fma_peak) fma_peak = ops / t;
+#if defined(__x86_64__)
+        if (kern_stream_isa(s) < KERN_CPU_AMX) continue;
+        t = now();
+        kern_parallel(s, n_threads, tile_part, NULL);
+        t = now() - t;
+        ops = 2.0 * TILE_ROUNDS * 4 * 16 * 16 * 32 * n_threads;
+        if (ops / t > tile_peak) tile_peak = ops / t;
+#endif
     }
 }
 
@@ -395,6 +438,9 @@ static void bench_prefill(const int32_t *ids, int32_t n_tokens)
            CHUNK, n_tokens / total, sum_flops() / n_tokens / 1e9);
     printf("ratio: prefill %.1f Gop/s of %.1f (multiply-adds, %d threads) = %.0f %%; goal 50 %%\n",
            best / 1e9, fma_peak / 1e9, n_threads, 100 * best / fma_peak);
+    if (tile_peak > 0)
+        printf("ratio: prefill %.1f Gop/s of %.1f (matrix unit, bf16) = %.0f %%\n", best / 1e9,
+               tile_peak / 1e9, 100 * best / tile_peak);
     print_breakdown("prefill", total);
 }
 
@@ -467,9 +513,8 @@ int main(int argc, char **argv)
     }
     struct kern_dev *dev = model_peek_dev(m);
     n_threads = kern_dev_threads(dev);
-    lanes = !strncmp(kern_dev_isa(dev), "avx512", 6) ? 16
-            : !strcmp(kern_dev_isa(dev), "avx2")     ? 8
-                                                     : 0;
+    enum kern_cpu_isa isa = kern_stream_isa(kern_dev_stream(dev));
+    lanes = isa >= KERN_CPU_AVX512 ? 16 : isa == KERN_CPU_AVX2 ? 8 : 0;
     int32_t *ids = malloc((size_t)(n_tokens + DECODE_STEPS + 1) * sizeof *ids);
     if (!ids) return 1;
     const int32_t V = model_peek_weights(m)->shape.V;

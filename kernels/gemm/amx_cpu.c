@@ -1,0 +1,452 @@
+/* kernels/gemm/amx_cpu.c - weights to bf16 tiles, and the loops over tiles.
+ *
+ * Up to 32 rows of x: 64 values of 32 weight rows are converted into a buffer of the first-level cache while the
+ * matrix unit works on the 64 before. More: the whole panel is converted once, then multiplied with 32 rows
+ * of x at a time.
+ *
+ * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place and the scale,
+ * a power of two, is added to the exponent; a subnormal code is looked up, since bf16 has no room for it as it stands.
+ * mxfp4: a table of the sixteen values, scaled for each of two groups, is permuted by the codes. What that cannot do
+ * (NaN codes, scales at the ends of their range) is noticed and the panel converted again value by value.
+ */
+#include "kernels/gemm/amx_cpu.h"
+
+#if KERN_ISA_AMX
+#include <immintrin.h>
+
+enum {
+    HALVES = 2,
+    STRIPS = 2,
+    TILE = 16 * 32, /* values */
+    RUN = HALVES * STRIPS * TILE,
+    ROWS_AT_ONCE = 8
+};
+/* The compiler does not know that tile instructions read and write memory. */
+#define TILES_SEE_MEMORY() __asm__ volatile("" ::: "memory")
+
+struct panel {
+    const struct kern_weight *w;
+    const uint8_t
+        *row[KERN_AMX_ROWS]; /* rows past the last are the first again; nobody reads their sums */
+    const uint8_t *codes[KERN_AMX_ROWS]; /* mxfp4: their scales */
+    uint16_t *scale;                     /* fp8: [2][blocks], what is added to a bf16 exponent */
+    int split;                           /* fp8: rows from here on have the second scales */
+    int64_t runs, blocks;
+    bool careful;
+};
+
+/* --- x */
+
+void KERN_ISA(kern_amx_pack)(const struct kern_weight *w, const float *x, uint32_t *packed,
+                             int64_t t, int64_t T)
+{
+    int64_t cols = kern_amx_cols(T), words = kern_amx_runs(w->k) * KERN_AMX_RUN_WORDS;
+    int64_t have = kern_pad16(w->k);
+    const uint32_t *u = (const uint32_t *)(const void *)x;
+    uint32_t *to = packed + kern_amx_x_at(t & ~(int64_t)15, w->k) + (t & 15);
+    for (int64_t i = 0; i < words; i++) {
+        /* mxfp4 weights come as the low codes of a run's bytes, then the high ones. */
+        int64_t j = i % KERN_AMX_RUN_WORDS, run = i - j;
+        int64_t at = w->fmt == KERN_W_MXFP4 ? 2 * run + j % 16 * 4 + j / 16 : 2 * i;
+        int64_t step = w->fmt == KERN_W_MXFP4 ? 2 : 1;
+        uint32_t lo = at < have ? u[at] : 0, hi = at + step < have ? u[at + step] : 0;
+        to[i * cols] = (lo >> 16) | (hi & 0xffff0000u);
+    }
+    /* What lies in a column without a row is multiplied too; it must only be there. */
+    if (t == T - 1)
+        for (int64_t c = (t & 15) + 1; c < cols; c++)
+            for (int64_t i = 0; i < words; i++) to[i * cols + c - (t & 15)] = 0;
+}
+
+/* --- scales */
+
+/* Smallest and largest of n scale codes, into both. */
+V_INLINE void code_range(const uint8_t *s, int64_t n, __m512i *least, __m512i *most)
+{
+    for (int64_t b = 0; b < n; b += 64) {
+        __mmask64 k = n - b < 64 ? ((__mmask64)1 << (n - b)) - 1 : ~(__mmask64)0;
+        __m512i v = _mm512_maskz_loadu_epi8(k, s + b);
+        *least = _mm512_mask_min_epu8(*least, k, *least, v);
+        *most = _mm512_max_epu8(*most, v);
+    }
+}
+
+/* False: a scale is so small or large that adding exponents would leave bf16's range. */
+static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, int64_t nb,
+                       void *scratch)
+{
+    bool fp8 = w->fmt == KERN_W_FP8;
+    int64_t block = fp8 ? 128 : 32;
+    __m512i least = _mm512_set1_epi8(127), most = least;
+    p->w = w;
+    p->scale = scratch;
+    p->runs = kern_amx_runs(w->k);
+    p->blocks = (w->k + block - 1) / block;
+    for (int64_t r = 0; r < KERN_AMX_ROWS; r++)
+        p->row[r] = (const uint8_t *)w->data + (n + (r < nb ? r : 0)) * w->row_bytes;
+    if (fp8) {
+        p->split = 128 - (int)(n % 128);
+        for (int64_t i = 0; i < 2 && n / 128 + i <= (n + nb - 1) / 128; i++) {
+            const uint8_t *s = (const uint8_t *)w->scale + (n / 128 + i) * w->scale_row_bytes;
+            code_range(s, p->blocks, &least, &most);
+            /* Codes stand at an exponent of 120; the scale's own bias is 127. */
+            for (int64_t b = 0; b < p->blocks; b++)
+                p->scale[i * p->blocks + b] = (uint16_t)((s[b] - 7) * 128);
+        }
+    } else if (w->fmt == KERN_W_MXFP4) {
+        for (int64_t r = 0; r < KERN_AMX_ROWS; r++) {
+            const uint8_t *s =
+                (const uint8_t *)w->scale + (n + (r < nb ? r : 0)) * w->scale_row_bytes;
+            p->codes[r] = s;
+            code_range(s, p->blocks, &least, &most);
+        }
+    }
+    __m512i low = _mm512_set1_epi8(fp8 ? 10 : 2), high = _mm512_set1_epi8((char)(fp8 ? 246 : 252));
+    return !_mm512_cmplt_epu8_mask(least, low) && !_mm512_cmpgt_epu8_mask(most, high);
+}
+
+/* --- conversion of one run: out[half][strip][16][32] */
+
+static void convert_careful(const struct panel *p, int64_t run, int r0, uint16_t *out)
+{
+    const struct kern_weight *w = p->w;
+    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++)
+        for (int i = 0; i < KERN_AMX_RUN; i++) {
+            int64_t k = run * KERN_AMX_RUN + i;
+            int64_t row = (p->row[r] - (const uint8_t *)w->data) / w->row_bytes;
+            float v = 0;
+            if (k < w->k)
+                v = kern_weight_scale(w, row, k) *
+                    (w->fmt == KERN_W_FP8 ? kern_e4m3_decode(p->row[r][k])
+                                          : kern_e2m1_value[kern_nibble(p->row[r], k)]);
+            int half = w->fmt == KERN_W_FP8 ? i / 32 : i % 2;
+            int lane = w->fmt == KERN_W_FP8 ? i % 32 : i / 2;
+            out[(half * STRIPS + r / 16) * TILE + r % 16 * 32 + lane] = kern_bf16_encode(v);
+        }
+}
+
+/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be; zero comes from the scale. */
+static const int16_t subnormal[32] = {0, -256, -128, -64, 0, 32, 64, 96};
+/* The sixteen codes of e2m1 as bf16, twice. */
+static const uint16_t e2m1_bf16[32] = {
+    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
+    0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+    0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+
+/* scale: bf16 exponent to add; the entry of zero in sub takes it back. */
+V_INLINE __m512i fp8_to_bf16(__m256i codes, __m512i sub, __m512i scale, __m512i *top)
+{
+    __m512i c = _mm512_cvtepi8_epi16(codes), at = _mm512_slli_epi16(c, 4);
+    __m512i v = _mm512_and_si512(at, _mm512_set1_epi16(0x7f0));
+    *top = _mm512_max_epu16(*top, v);
+    __mmask32 low = _mm512_testn_epi16_mask(c, _mm512_set1_epi16(0x78));
+    v = _mm512_mask_permutexvar_epi16(v, low, c, sub);
+    v = _mm512_add_epi16(v, scale);
+    return _mm512_ternarylogic_epi32(v, at, _mm512_set1_epi16((int16_t)0x8000),
+                                     0xf8); /* v | (at & top bit) */
+}
+
+V_INLINE void fp8_run(const uint8_t *d, int64_t left, __m512i sub, __m512i scale, uint16_t *o,
+                      __m512i *top)
+{
+    __m256i lo, hi;
+    if (left >= KERN_AMX_RUN) {
+        lo = _mm256_loadu_si256((const __m256i *)d);
+        hi = _mm256_loadu_si256((const __m256i *)(d + 32));
+    } else {
+        uint64_t m = ((uint64_t)1 << left) - 1;
+        lo = _mm256_maskz_loadu_epi8((__mmask32)m, d);
+        hi = _mm256_maskz_loadu_epi8((__mmask32)(m >> 32), d + 32);
+    }
+    _mm512_storeu_si512(o, fp8_to_bf16(lo, sub, scale, top));
+    _mm512_storeu_si512(o + STRIPS * TILE, fp8_to_bf16(hi, sub, scale, top));
+}
+
+V_INLINE void convert_fp8(const struct panel *p, int64_t run, const int n_runs, int r0,
+                          uint16_t *out, __m512i *top, bool ahead)
+{
+    const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
+    const int64_t far = KERN_AMX_ROWS * p->w->row_bytes;
+    uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
+    __m512i t = *top;
+    for (int r = r0, end = r0 + ROWS_AT_ONCE; r < end;) {
+        bool second = r >= p->split;
+        int stop = !second && p->split < end ? p->split : end;
+        __m512i scale = _mm512_set1_epi16((int16_t)p->scale[(second ? p->blocks : 0) + k / 128]);
+        __m512i sub =
+            _mm512_mask_sub_epi16(_mm512_loadu_si512(subnormal), 1, _mm512_setzero_si512(), scale);
+        for (; r < stop; r++, o += 32) {
+            const uint8_t *d = p->row[r] + k;
+            if (ahead) V_PREFETCH(d + far);
+            fp8_run(d, n_runs == 2 ? KERN_AMX_RUN : left, sub, scale, o, &t);
+            if (n_runs < 2) continue;
+            if (ahead) V_PREFETCH(d + far + 64);
+            fp8_run(d + 64, KERN_AMX_RUN, sub, scale, o + RUN, &t);
+        }
+    }
+    *top = t;
+}
+
+/* scale: exponents to add, of two groups. The second sixteen lanes look in the table's second half. */
+V_INLINE void mxfp4_run(__m256i bytes, __m512i scale, uint16_t *o)
+{
+    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    const __m512i base = _mm512_loadu_si512(e2m1_bf16);
+    const __m512i unscaled = _mm512_sub_epi16(base, _mm512_set1_epi16(127 << 7));
+    /* Both zeros stay what they are. */
+    __m512i table = _mm512_mask_add_epi16(base, 0xfefefefe, unscaled, scale);
+    __m512i w = _mm512_cvtepu8_epi16(bytes);
+    __m512i lo =
+        _mm512_ternarylogic_epi32(w, _mm512_set1_epi16(15), second, 0xea); /* (w & 15) | second */
+    __m512i hi = _mm512_or_si512(_mm512_srli_epi16(w, 4), second);
+    _mm512_storeu_si512(o, _mm512_permutexvar_epi16(lo, table));
+    _mm512_storeu_si512(o + STRIPS * TILE, _mm512_permutexvar_epi16(hi, table));
+}
+
+/* Of four scale codes, which lie in every word: those at i and i + 1 as exponents of the first and last sixteen lanes. */
+V_INLINE __m512i mxfp4_scale(__m512i codes, const int i)
+{
+    const __m512i where = _mm512_inserti64x4(_mm512_set1_epi16((int16_t)(i << 8 | 0x80)),
+                                             _mm256_set1_epi16((int16_t)((i + 1) << 8 | 0x80)), 1);
+    return _mm512_srli_epi16(_mm512_shuffle_epi8(codes, where), 1);
+}
+
+V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, const int n_runs, int r0,
+                            uint16_t *out, bool ahead)
+{
+    const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
+    const int64_t far = KERN_AMX_ROWS * p->w->row_bytes;
+    uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
+    if (ahead && r0 == 0) { /* four bytes of each row's scales; they lie together */
+        V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
+        V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k + 64);
+    }
+    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += 32) {
+        const uint8_t *d = p->row[r] + k / 2, *s = p->codes[r] + k / 32;
+        int32_t four = 0;
+        if (ahead) V_PREFETCH(d + far);
+        memcpy(&four, s, n_runs == 2 ? 4 : left < KERN_AMX_RUN ? 1 : 2);
+        __m512i codes = _mm512_set1_epi32(four);
+        if (n_runs < 2 && left < KERN_AMX_RUN) {
+            __m128i half = _mm_loadu_si128((const __m128i *)d);
+            mxfp4_run(_mm256_zextsi128_si256(half), mxfp4_scale(codes, 0), o);
+            continue;
+        }
+        mxfp4_run(_mm256_loadu_si256((const __m256i *)d), mxfp4_scale(codes, 0), o);
+        if (n_runs < 2) continue;
+        mxfp4_run(_mm256_loadu_si256((const __m256i *)(d + 32)), mxfp4_scale(codes, 2), o + RUN);
+    }
+}
+
+V_INLINE void convert_bf16(const struct panel *p, int64_t run, int r0, uint16_t *out)
+{
+    int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
+    uint64_t m = left >= KERN_AMX_RUN ? ~(uint64_t)0 : ((uint64_t)1 << left) - 1;
+    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++) {
+        const uint8_t *d = p->row[r] + 2 * k;
+        uint16_t *o = out + r / 16 * TILE + r % 16 * 32;
+        _mm512_storeu_si512(o, _mm512_maskz_loadu_epi16((__mmask32)m, d));
+        _mm512_storeu_si512(o + STRIPS * TILE,
+                            _mm512_maskz_loadu_epi16((__mmask32)(m >> 32), d + 64));
+    }
+}
+
+/* ROWS_AT_ONCE rows from r0 on, of one run or of two whole ones. */
+V_INLINE void convert(const struct panel *p, int64_t run, const int n_runs, int r0, uint16_t *out,
+                      __m512i *top, bool ahead, const enum kern_wfmt fmt)
+{
+    if (fmt == KERN_W_BF16 || p->careful)
+        for (int i = 0; i < n_runs; i++)
+            fmt == KERN_W_BF16 ? convert_bf16(p, run + i, r0, out + i * RUN)
+                               : convert_careful(p, run + i, r0, out + i * RUN);
+    else if (fmt == KERN_W_FP8)
+        convert_fp8(p, run, n_runs, r0, out, top, ahead);
+    else
+        convert_mxfp4(p, run, n_runs, r0, out, ahead);
+}
+V_INLINE void convert_all(const struct panel *p, int64_t run, const int n_runs, uint16_t *out,
+                          __m512i *top, bool ahead, const enum kern_wfmt fmt)
+{
+    for (int r = 0; r < KERN_AMX_ROWS; r += ROWS_AT_ONCE)
+        convert(p, run, n_runs, r, out, top, ahead, fmt);
+}
+
+/* --- tiles: 0 to 3 sums [strip][columns], 4 and 5 weights, 6 and 7 x */
+
+static void configure(int64_t cols)
+{
+    struct {
+        uint8_t palette, start, unused[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } __attribute__((aligned(64))) c = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        c.rows[i] = 16;
+        c.bytes[i] = (uint16_t)(i == 4 || i == 5 ? 64 : 4 * cols);
+    }
+    TILES_SEE_MEMORY();
+    _tile_loadconfig(&c);
+}
+
+V_INLINE void zero_sums(void)
+{
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+/* Where 64 values of the panel's weights lie as bf16. */
+struct run_at {
+    const void *strip[STRIPS];
+    int64_t row_bytes, half_bytes;
+};
+
+/* Adds half h of a run; x of the second sixteen rows lies `second` words on, 0: there is none. */
+V_INLINE void add_half(struct run_at w, int h, const uint32_t *x, int64_t cols, int64_t second)
+{
+    TILES_SEE_MEMORY();
+    x += h * KERN_AMX_WORDS * cols;
+    _tile_loadd(4, (const uint8_t *)w.strip[0] + h * w.half_bytes, (size_t)w.row_bytes);
+    _tile_loadd(5, (const uint8_t *)w.strip[1] + h * w.half_bytes, (size_t)w.row_bytes);
+    _tile_loadd(6, x, (size_t)cols * 4);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    if (!second) return;
+    _tile_loadd(7, x + second, (size_t)cols * 4);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+}
+V_INLINE void add_run(struct run_at w, const uint32_t *x, int64_t cols, int64_t second)
+{
+    for (int h = 0; h < HALVES; h++) add_half(w, h, x, cols, second);
+}
+
+V_INLINE struct run_at run_in(const uint16_t *converted)
+{
+    return (struct run_at){{converted, converted + TILE}, 64, STRIPS * TILE * 2};
+}
+
+/* Whole bf16 runs need no copy. */
+V_INLINE bool run_stored(const struct panel *p, int64_t nb, int64_t run, struct run_at *at)
+{
+    if (nb < KERN_AMX_ROWS || (run + 1) * KERN_AMX_RUN > p->w->k) return false;
+    int64_t k = run * KERN_AMX_RUN * 2;
+    *at = (struct run_at){{p->row[0] + k, p->row[16] + k}, p->w->row_bytes, 64};
+    return true;
+}
+
+/* Sums of nt <= 32 rows to c. */
+static void store_sums(int64_t nb, int64_t nt, int64_t cols, float *c, int64_t ld_c)
+{
+    float s[STRIPS * 2][16 * 16];
+    size_t ld = (size_t)cols * 4;
+    _tile_stored(0, s[0], ld);
+    _tile_stored(2, s[2], ld);
+    if (nt > 16) {
+        _tile_stored(1, s[1], ld);
+        _tile_stored(3, s[3], ld);
+    }
+    TILES_SEE_MEMORY();
+    for (int64_t t = 0; t < nt; t++)
+        for (int64_t r = 0; r < nb; r++)
+            c[t * ld_c + r] = s[r / 16 * 2 + t / 16][r % 16 * cols + t % 16];
+}
+
+V_INLINE bool is_nan_seen(__m512i top)
+{
+    return _mm512_cmpeq_epi16_mask(top, _mm512_set1_epi16(0x7f0)) != 0;
+}
+
+V_INLINE void bf16_ahead(const struct panel *p, int64_t run)
+{
+    int64_t far = KERN_AMX_ROWS * p->w->row_bytes + run * KERN_AMX_RUN * 2;
+    for (int r = 0; r < KERN_AMX_ROWS; r++) {
+        V_PREFETCH(p->row[r] + far);
+        V_PREFETCH(p->row[r] + far + 64);
+    }
+}
+
+/* False: a NaN code was met, nothing is stored. */
+V_INLINE bool times_stream(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T,
+                           float *c, int64_t ld_c, const enum kern_wfmt fmt)
+{
+    uint16_t buffer[2][2 * RUN] __attribute__((aligned(64)));
+    int64_t cols = kern_amx_cols(T), second = T > 16 ? kern_amx_x_at(16, p->w->k) : 0;
+    int64_t x_run = KERN_AMX_RUN_WORDS * cols, whole = p->w->k / KERN_AMX_RUN, i = 0;
+    __m512i top = _mm512_setzero_si512();
+    struct run_at at;
+    zero_sums();
+    /* Two runs at a time; the four halves of the pair before are added in between, since each waits for the last. */
+    for (; fmt != KERN_W_BF16 && i + 2 <= whole; i += 2) {
+        uint16_t *now = buffer[i / 2 & 1], *before = buffer[(i / 2 + 1) & 1];
+        for (int q = 0; q < 4; q++) {
+            convert(p, i, 2, q * ROWS_AT_ONCE, now, &top, true, fmt);
+            if (i)
+                add_half(run_in(before + q / 2 * RUN), q % 2, x + (i - 2 + q / 2) * x_run, cols,
+                         second);
+        }
+    }
+    if (i) {
+        add_run(run_in(buffer[(i / 2 - 1) & 1]), x + (i - 2) * x_run, cols, second);
+        add_run(run_in(buffer[(i / 2 - 1) & 1] + RUN), x + (i - 1) * x_run, cols, second);
+    }
+    for (; i < p->runs; i++) {
+        if (fmt == KERN_W_BF16) bf16_ahead(p, i);
+        if (fmt != KERN_W_BF16 || !run_stored(p, nb, i, &at)) {
+            convert_all(p, i, 1, buffer[0], &top, true, fmt);
+            at = run_in(buffer[0]);
+        }
+        add_run(at, x + i * x_run, cols, second);
+    }
+    if (is_nan_seen(top)) return false;
+    store_sums(nb, T, cols, c, ld_c);
+    return true;
+}
+
+V_INLINE bool times_panel(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T, float *c,
+                          int64_t ld_c, uint16_t *panel, const enum kern_wfmt fmt)
+{
+    int64_t whole = p->w->k / KERN_AMX_RUN, i = 0;
+    __m512i top = _mm512_setzero_si512();
+    for (; fmt != KERN_W_BF16 && i + 2 <= whole; i += 2)
+        convert_all(p, i, 2, panel + i * RUN, &top, false, fmt);
+    for (; i < p->runs; i++) convert_all(p, i, 1, panel + i * RUN, &top, false, fmt);
+    if (is_nan_seen(top)) return false;
+    for (int64_t t = 0; t < T; t += 32) {
+        int64_t nt = T - t < 32 ? T - t : 32, second = nt > 16 ? kern_amx_x_at(16, p->w->k) : 0;
+        const uint32_t *xt = x + kern_amx_x_at(t, p->w->k);
+        zero_sums();
+        for (i = 0; i < p->runs; i++)
+            add_run(run_in(panel + i * RUN), xt + i * KERN_AMX_RUN_WORDS * 16, 16, second);
+        store_sums(nb, nt, 16, c + t * ld_c, ld_c);
+    }
+    return true;
+}
+
+V_INLINE bool times(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T, float *c,
+                    int64_t ld_c, uint16_t *panel, const enum kern_wfmt fmt)
+{
+    return T <= KERN_AMX_STREAM ? times_stream(p, nb, x, T, c, ld_c, fmt)
+                                : times_panel(p, nb, x, T, c, ld_c, panel, fmt);
+}
+
+void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb,
+                              const uint32_t *packed, int64_t T, float *c, int64_t ld_c,
+                              void *scratch)
+{
+    struct panel p;
+    size_t scales = kern_amx_scratch_bytes(w->k, true);
+    uint16_t *panel = (uint16_t *)((uint8_t *)scratch + scales);
+    bool done = false;
+    p.careful = !panel_open(&p, w, n, nb, scratch);
+    configure(kern_amx_cols(T));
+    while (!done) {
+        done = w->fmt == KERN_W_BF16  ? times(&p, nb, packed, T, c, ld_c, panel, KERN_W_BF16)
+               : w->fmt == KERN_W_FP8 ? times(&p, nb, packed, T, c, ld_c, panel, KERN_W_FP8)
+                                      : times(&p, nb, packed, T, c, ld_c, panel, KERN_W_MXFP4);
+        p.careful = true;
+    }
+    _tile_release();
+}
+#endif
