@@ -1,7 +1,8 @@
 /* decode/sched.c - see sched.h for the rules and seq.h for the chart of one ticket.
  *
- * One step of the engine is in flight at a time. Everything that needs pages of a running sequence to be
- * quiet (growth, push-back of running ones, the next batch) happens between two steps, in next_step().
+ * One step of the engine is in flight at a time. Everything that needs pages of a running sequence
+ * to be quiet (growth, push-back of running ones, the next batch) happens between two steps, in
+ * next_step().
  * Rejected: reserving prompt + max_tokens up front. Clients rarely give max_tokens, and then a
  * pool would hold only as many sequences as whole contexts fit into it.
  */
@@ -96,7 +97,7 @@ static void set_state(struct dec_sched *d, struct dec_seq *s, enum dec_seq_state
     if (to == DEC_SEQ_READY) tow_list_append(&d->turn, &s->turn);
 }
 
-/* --- the end of a ticket --------------------------------------------------------------------------- */
+/* --- the end of a ticket ---------------------------------------------------------------------- */
 
 /* Pages go back first, so that a router that hears of the end may count on them. */
 static void give_back(struct dec_sched *d, struct dec_seq *s, uint64_t now_ms,
@@ -175,7 +176,7 @@ static void finish(struct dec_sched *d, struct dec_seq *s, enum wire_finish_reas
     m->stop_id = stop_id;
 }
 
-/* --- admission ------------------------------------------------------------------------------------- */
+/* --- admission -------------------------------------------------------------------------------- */
 
 static void deny(struct dec_sched *d, uint64_t owner, struct wire_ticket t, int code,
                  uint32_t retry_ms, const char *note, struct dec_actions *out)
@@ -188,7 +189,8 @@ static void deny(struct dec_sched *d, uint64_t owner, struct wire_ticket t, int 
     m->note = wire_text(note);
 }
 
-/* Tokens the cache holds when the answer is as long as it may be: the last output is never an input. */
+/* Tokens the cache holds when the answer is as long as it may be: the last output is never an
+ * input. */
 static uint64_t whole_tokens(const struct wire_reserve *m)
 {
     return (uint64_t)m->n_tokens - m->outputs.n + m->max_tokens;
@@ -270,7 +272,7 @@ static void on_router_lost(struct dec_sched *d, uint64_t owner, uint64_t now_ms,
     }
 }
 
-/* --- tokens ------------------------------------------------------------------------------------------ */
+/* --- tokens ----------------------------------------------------------------------------------- */
 
 /* A token came out for s, which is in no step now. It ends s or becomes its next input. */
 static void put_token(struct dec_sched *d, struct dec_seq *s, const struct dec_token *t,
@@ -351,7 +353,7 @@ static void on_stepped(struct dec_sched *d, const struct dec_event *ev, struct d
     }
 }
 
-/* --- between two steps ------------------------------------------------------------------------------- */
+/* --- between two steps ------------------------------------------------------------------------ */
 
 /* The youngest ticket gives way to `needy`. True: pages may be free now. */
 static bool push_back_youngest(struct dec_sched *d, const struct dec_seq *needy, uint64_t now_ms,
@@ -419,7 +421,7 @@ static void cancel_again(struct dec_sched *d, uint64_t now_ms, struct dec_action
     }
 }
 
-/* --- drain -------------------------------------------------------------------------------------------- */
+/* --- drain ------------------------------------------------------------------------------------ */
 
 static void on_drain(struct dec_sched *d, uint32_t limit_ms, uint64_t now_ms)
 {
@@ -442,7 +444,7 @@ static void check_drain(struct dec_sched *d, uint64_t now_ms, struct dec_actions
     }
 }
 
-/* --- the machine -------------------------------------------------------------------------------------- */
+/* --- the machine ------------------------------------------------------------------------------ */
 
 static void on_message(struct dec_sched *d, const struct dec_event *ev, struct dec_actions *out)
 {

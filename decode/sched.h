@@ -1,20 +1,22 @@
 /* decode/sched.h - all tickets of a decode worker: admission, loading, continuous batching, drain.
  *
- * Why      What may be admitted, which sequences step together, who gives way when pages run out and
- *          when pages are free again is decided here, without I/O, so that tests can drive every order.
+ * Why      What may be admitted, which sequences step together, who gives way when pages run out
+ *          and when pages are free again is decided here, without I/O, so that tests can drive
+ *          every order.
  * Owner    The control thread. Pure: an event goes in, actions come out; time is in the event.
  *
- * Pages    A RESERVE holds pages for the tokens shipped and for the first outputs (reserve_tokens ahead,
- *          or as many as it has produced in earlier attempts, if that is more), never more than the
- *          whole answer can need. A request whose whole answer exceeds the pool is denied for good.
- *          A sequence that outgrows its pages takes more at a step boundary. If there are none, the
- *          *youngest* ticket is pushed back: it fails with EFULL and the router brings it again, later,
- *          with the tokens it has. The oldest ticket is never pushed back and always finishes, so two
- *          half-admitted loads cannot wait for each other: everything ends, by induction over age.
- *          Because a pushed-back one reserves twice as far, it comes back only log2(answer) times.
- * Holds    Every ticket granted ends in exactly one FINISH, FAILED or CANCELLED, sent after its pages are
- *          back; every RESERVE is answered by one GRANT or DENY. granted == finished + failed +
- *          cancelled + live, always.
+ * Pages    A RESERVE holds pages for the tokens shipped and for the first outputs (reserve_tokens
+ *          ahead, or as many as it has produced in earlier attempts, if that is more), never more
+ *          than the whole answer can need. A request whose whole answer exceeds the pool is denied
+ *          for good. A sequence that outgrows its pages takes more at a step boundary. If there are
+ *          none, the *youngest* ticket is pushed back: it fails with EFULL and the router brings it
+ *          again, later, with the tokens it has. The oldest ticket is never pushed back and always
+ *          finishes, so two half-admitted loads cannot wait for each other: everything ends, by
+ *          induction over age. Because a pushed-back one reserves twice as far, it comes back only
+ *          log2(answer) times.
+ * Holds    Every ticket granted ends in exactly one FINISH, FAILED or CANCELLED, sent after its
+ *          pages are back; every RESERVE is answered by one GRANT or DENY. granted == finished +
+ *          failed + cancelled + live, always.
  */
 #ifndef DEC_SCHED_H
 #define DEC_SCHED_H

@@ -1,8 +1,10 @@
 /* kernels/dev.h - a compute device: its memory, its stream of work, and its table of ops.
  *
- * Why      The model is written once against struct kern_ops; this opens the back end that fills it.
- * Threads  A stream is driven by one thread (the engine thread). On the CPU it owns a team of workers that
- *          run an op's parts and are back at its end; every op is finished when it returns.
+ * Why      The model is written once against struct kern_ops;
+ *          this opens the back end that fills it.
+ * Threads  A stream is driven by one thread (the engine thread). On the CPU it owns a team of
+ *          workers that run an op's parts and are back at its end;
+ *          every op is finished when it returns.
  */
 #ifndef KERN_DEV_H
 #define KERN_DEV_H

@@ -1,14 +1,16 @@
 /* kernels/kv_layout.h - where every byte of a sequence's cache lies.
  *
- * Why      Prefill writes it, UCX ships it, decode reads it, the router budgets it: one place computes it.
- *          No other file does arithmetic on page bytes.
- * Holds    A sequence's cache is pages (page p covers tokens p*page_tokens .. (p+1)*page_tokens-1 of all
- *          layers) and one tail (what is not page aligned: window rings, compressor states, position).
- *          Parts of a page lie layer-major, each 256-byte aligned; a part is what one digest covers.
- * Formats  A part of n main entries is n rows of (d-rd) e4m3 + rd bf16, then n rows of (d-rd)/64 ue8m0
- *          scales padded to a multiple of 8 (FP8); or n x d bf16 / f32. A part of n index keys is n x w/2
- *          codes then n x w/32 ue8m0 (FP4), n x w e4m3 then n f32 scales (FP8), n x w bf16 / f32.
- *          All numbers little-endian. KERN_KV_LAYOUT_VERSION names this; it is part of the handshake.
+ * Why      Prefill writes it, UCX ships it, decode reads it, the router budgets it: one place
+ *          computes it. No other file does arithmetic on page bytes.
+ * Holds    A sequence's cache is pages (page p covers tokens p*page_tokens .. (p+1)*page_tokens-1
+ *          of all layers) and one tail (what is not page aligned: window rings, compressor states,
+ *          position). Parts of a page lie layer-major, each 256-byte aligned; a part is what one
+ *          digest covers.
+ * Formats  A part of n main entries is n rows of (d-rd) e4m3 + rd bf16, then n rows of (d-rd)/64
+ *          ue8m0 scales padded to a multiple of 8 (FP8); or n x d bf16 / f32. A part of n index
+ *          keys is n x w/2 codes then n x w/32 ue8m0 (FP4), n x w e4m3 then n f32 scales (FP8), n x
+ *          w bf16 / f32. All numbers little-endian. KERN_KV_LAYOUT_VERSION names this;
+ *          it is part of the handshake.
  */
 #ifndef KERN_KV_LAYOUT_H
 #define KERN_KV_LAYOUT_H
@@ -74,15 +76,16 @@ static inline int64_t kern_kv_pages_for(int64_t n_tokens, int32_t page_tokens)
     return (n_tokens + page_tokens - 1) / page_tokens;
 }
 
-/* Offset and length of part i (0 .. n_parts-1) of a page, in page order. The last one ends at or before page_bytes. */
+/* Offset and length of part i (0 .. n_parts-1) of a page, in page order.
+ * The last one ends at or before page_bytes. */
 void kern_kv_part(const struct kern_kv_layout *l, int32_t i, int64_t *off, int64_t *bytes);
 
 /* Bytes of n stored rows. */
 int64_t kern_kv_rows_bytes(enum kern_kv_fmt fmt, int32_t d, int32_t rd, int64_t n);
 int64_t kern_ik_rows_bytes(enum kern_ik_fmt fmt, int32_t w, int64_t n);
 
-/* One row i of a part of n rows <-> d floats. Storing FP8 quantizes the first d-rd values per 64 (K64) and
- * rounds the rest to bf16; values that were quantized before come back unchanged. */
+/* One row i of a part of n rows <-> d floats. Storing FP8 quantizes the first d-rd values per 64
+ * (K64) and rounds the rest to bf16; values that were quantized before come back unchanged. */
 void kern_kv_store(enum kern_kv_fmt fmt, void *part, int64_t n, int64_t i, const float *x,
                    int32_t d, int32_t rd);
 void kern_kv_load(enum kern_kv_fmt fmt, const void *part, int64_t n, int64_t i, float *x, int32_t d,
@@ -92,9 +95,10 @@ void kern_ik_store(enum kern_ik_fmt fmt, void *part, int64_t n, int64_t i, const
 void kern_ik_load(enum kern_ik_fmt fmt, const void *part, int64_t n, int64_t i, float *x,
                   int32_t w);
 
-/* Compressor state of one layer, f32. Overlapping (ratio 4): kv rows [ratio-1][2e], score rows [ratio-1][2e],
- * previous group's first halves kv [ratio][e] and score [ratio][e]. Dense: folded softmax, per channel
- * maximum [e], sum [e], weighted sum [e]. Which rows are live follows from the position; nothing is cleared. */
+/* Compressor state of one layer, f32. Overlapping (ratio 4): kv rows [ratio-1][2e], score rows
+ * [ratio-1][2e], previous group's first halves kv [ratio][e] and score [ratio][e]. Dense: folded
+ * softmax, per channel maximum [e], sum [e], weighted sum [e]. Which rows are live follows from
+ * the position; nothing is cleared. */
 int64_t kern_kv_state_floats(int32_t ratio, int32_t e);
 static inline bool kern_kv_overlaps(int32_t ratio)
 {

@@ -1,15 +1,18 @@
 /* kernels/ops.h - the list of ops, their parameters, and the table a back end fills.
  *
- * Why      The forward pass is written once against this table; CPU and CUDA share every line above it.
- * Rules    An op enqueues on its stream and returns 0 or TOW_EINVAL (shape contract broken); it allocates
- *          nothing the caller can see and its scratch is bounded by T, never by the context length.
- *          T = 0 is legal and does nothing. Pointers are borrowed for the call; those into a checkpoint (weights,
- *          norm vectors, base, scale, ape, sink, bias, tid2eid) may have any alignment.
- * Numerics `act` names the type of activations and so the mode: KERN_BF16 rounds where it stores (deployed),
- *          KERN_F32 never rounds (exact). All sums in f32. A row's result depends on that row alone: the order
- *          of every sum is fixed by K (products: 16 lanes, lane j adds k = j, j+16, ... with fma, then a fixed
- *          tree), by the sequence's own keys in ascending order (attention), by ascending expert id (MoE);
- *          never on T, on the batch or on the number of threads. All instruction sets give the same bits.
+ * Why      The forward pass is written once against this table;
+ *          CPU and CUDA share every line above it.
+ * Rules    An op enqueues on its stream and returns 0 or TOW_EINVAL (shape contract broken); it
+ *          allocates nothing the caller can see and its scratch is bounded by T, never by the
+ *          context length. T = 0 is legal and does nothing. Pointers are borrowed for the call;
+ *          those into a checkpoint (weights, norm vectors, base, scale, ape, sink, bias, tid2eid)
+ *          may have any alignment.
+ * Numerics `act` names the type of activations and so the mode: KERN_BF16 rounds where it stores
+ *          (deployed), KERN_F32 never rounds (exact). All sums in f32. A row's result depends on
+ *          that row alone: the order of every sum is fixed by K (products: 16 lanes, lane j adds k
+ *          = j, j+16, ... with fma, then a fixed tree), by the sequence's own keys in ascending
+ *          order (attention), by ascending expert id (MoE); never on T, on the batch or on the
+ *          number of threads. All instruction sets give the same bits.
  * Source   The model's specification; docs/numerics.md names the equation each op implements.
  */
 #ifndef KERN_OPS_H
@@ -85,8 +88,9 @@ struct kern_rope_table {
     int32_t T, rd;
 };
 
-/* Each head: divide by its RMS (bf16 steps when act is BF16: q^2, mean, mean+eps, rsqrt and product each
- * rounded; f32 else), then rotate its last rd values; in place. norm false: rotation only. inverse: negated angle. */
+/* Each head: divide by its RMS (bf16 steps when act is BF16: q^2, mean, mean+eps, rsqrt and product
+ * each rounded; f32 else), then rotate its last rd values; in place. norm false: rotation only.
+ * inverse: negated angle. */
 struct kern_heads_rope {
     void *q;                /* [T, H, d] act */
     const float *cos, *sin; /* [T, rd/2] */
@@ -107,7 +111,8 @@ struct kern_kv_prep {
     enum kern_dtype act;
 };
 
-/* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`. After attention. */
+/* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`.
+ * After attention. */
 struct kern_window_store {
     const void *kv; /* [T, d] act */
     const struct kern_kv_layout *layout;
@@ -118,8 +123,9 @@ struct kern_window_store {
 };
 
 /* Compressor: feeds each sequence's rows to its state, writes finished entries to its pages.
- * score = gate + ape[pos mod ratio]; pooled by softmax over the group per channel; rounded, rmsnorm, rotated at
- * position w*ratio, then K64 (main) or Hadamard and index quantization (index) when act is BF16, and stored. */
+ * score = gate + ape[pos mod ratio]; pooled by softmax over the group per channel; rounded,
+ * rmsnorm, rotated at position w*ratio, then K64 (main) or Hadamard and index quantization
+ * (index) when act is BF16, and stored. */
 struct kern_compress {
     const float *kv, *gate; /* [T, c*e], c = 2 if overlapping */
     const float *ape;       /* [ratio, c*e] */
@@ -135,7 +141,8 @@ struct kern_compress {
     enum kern_dtype act;
 };
 
-/* Index queries: rotate the last rd, and when act is BF16 Hadamard and quantize as fmt (round trip); in place. */
+/* Index queries: rotate the last rd, and when act is BF16 Hadamard and quantize as fmt (round
+ * trip); in place. */
 struct kern_index_query {
     void *q;                /* [T, H, w] act */
     const float *cos, *sin; /* [T, rd/2] */
@@ -165,9 +172,10 @@ struct kern_index_select {
     enum kern_dtype act;
 };
 
-/* Attention of each row over window keys (ascending position) then compressed entries (ascending index):
- * s = q.k * scale; weights exp(s - max) rounded to act before the product, sum unrounded plus exp(sink - max).
- * Positions before the sequence's pos0 come from its ring, later ones from kv. */
+/* Attention of each row over window keys (ascending position) then compressed entries (ascending
+ * index): s = q.k * scale; weights exp(s - max) rounded to act before the product, sum unrounded
+ * plus exp(sink - max). Positions before the sequence's pos0 come from its ring, later ones from
+ * kv. */
 struct kern_attention {
     const void *q;     /* [T, H, d] act */
     const void *kv;    /* [T, d] act: this batch's window keys */
@@ -186,7 +194,8 @@ struct kern_attention {
     enum kern_dtype act;
 };
 
-/* Router: scores, choice, weights. experts in descending order of score + bias (ties: lower id), or the table's. */
+/* Router: scores, choice, weights. experts in descending order of score + bias (ties: lower id),
+ * or the table's. */
 struct kern_route {
     const float *logits; /* [T, E] */
     const float *bias;   /* [E], NULL in hash layers */
@@ -203,7 +212,8 @@ struct kern_route {
     float *margin;    /* NULL, or [T]: last chosen minus first rejected score + bias */
 };
 
-/* Routed experts: out[t] = sum over ascending expert id of expert(x[t]) (each rounded to act), in f32. */
+/* Routed experts: out[t] = sum over ascending expert id of expert(x[t]) (each rounded to act),
+ * in f32. */
 struct kern_moe {
     const void *x;                          /* [T, D] act */
     const int32_t *experts;                 /* [T, k]; -1 = none */
@@ -234,7 +244,8 @@ struct kern_add {
     enum kern_dtype act;
 };
 
-/* MTP input: out[t, j] = round(e[t] + g[t, j]); e = lin(.., e_proj), g = lin(.., h_proj), both rounded. */
+/* MTP input: out[t, j] = round(e[t] + g[t, j]);
+ * e = lin(.., e_proj), g = lin(.., h_proj), both rounded. */
 struct kern_mtp_mix {
     const void *e; /* [T, D] act */
     const void *g; /* [T, hc, D] act */

@@ -1,8 +1,8 @@
 /* kernels/types.h - element types, stored weight formats, and the views that ops take.
  *
  * Why      Every op of both back ends speaks of tensors in these terms and no others.
- * Letters  T rows (tokens of all sequences of a batch), H heads, d head width, D hidden width, K inner width
- *          of a product, N outer width, E experts, rd rotated width (the last rd of d).
+ * Letters  T rows (tokens of all sequences of a batch), H heads, d head width, D hidden width, K
+ *          inner width of a product, N outer width, E experts, rd rotated width (the last rd of d).
  */
 #ifndef KERN_TYPES_H
 #define KERN_TYPES_H
@@ -65,7 +65,8 @@ enum kern_kv_fmt { KERN_KV_FP8, KERN_KV_BF16, KERN_KV_F32 };
 enum kern_ik_fmt { KERN_IK_FP4, KERN_IK_FP8, KERN_IK_BF16, KERN_IK_F32 };
 
 /* One sequence's part of a batch: n_rows consecutive tokens that start at position pos0 and lie in
- * rows row0 .. row0+n_rows-1 of every [T, ...] tensor. A sequence appears at most once in a batch. */
+ * rows row0 .. row0+n_rows-1 of every [T, ...] tensor.
+ * A sequence appears at most once in a batch. */
 struct kern_seq {
     int32_t row0, n_rows;
     int64_t pos0;

@@ -1,4 +1,5 @@
-/* prefill/job.h - one ticket on a prefill worker: a prompt from its arrival to its last acknowledged page.
+/* prefill/job.h - one ticket on a prefill worker: a prompt from its arrival to its last
+ * acknowledged page.
  *
  *   (prefill) QUEUED --start--> ACTIVE --on_chunk, the last--> SHIPPING --on_ended(0)--> GONE
  *               |                 |                               |

@@ -105,7 +105,7 @@ static void take_turn(struct pre_sched *p, struct pre_job *j)
     tow_list_append(is_short ? &p->shorts : &p->longs, &j->line);
 }
 
-/* --- the end of a ticket --------------------------------------------------------------------------- */
+/* --- the end of a ticket ---------------------------------------------------------------------- */
 
 static bool is_long(const struct pre_sched *p, const struct pre_job *j)
 {
@@ -184,7 +184,7 @@ static void close_job(struct pre_sched *p, struct pre_job *j, int outcome, const
     }
 }
 
-/* --- arrival ------------------------------------------------------------------------------------------ */
+/* --- arrival ---------------------------------------------------------------------------------- */
 
 static void deny(struct pre_sched *p, uint64_t owner, struct wire_ticket t, int code,
                  uint32_t retry_ms, const char *note, struct pre_actions *out)
@@ -269,7 +269,7 @@ static void on_router_lost(struct pre_sched *p, uint64_t owner, uint64_t now_ms,
     }
 }
 
-/* --- turns --------------------------------------------------------------------------------------------- */
+/* --- turns ------------------------------------------------------------------------------------ */
 
 /* What long jobs leave free of total; 0 beside one that needs more than the rest. */
 static uint32_t lane(uint32_t total, uint32_t least, uint32_t need)
@@ -278,7 +278,8 @@ static uint32_t lane(uint32_t total, uint32_t least, uint32_t need)
     return need + n <= total ? n : 0;
 }
 
-/* Whether j may take its pages now, if they are there; head, if not NULL, is passed beyond the limit. */
+/* Whether j may take its pages now, if they are there;
+ * head, if not NULL, is passed beyond the limit. */
 static bool may_start(const struct pre_sched *p, const struct pre_job *j,
                       const struct pre_job *head)
 {
@@ -446,7 +447,7 @@ static void on_ended(struct pre_sched *p, const struct pre_event *ev, struct pre
     }
 }
 
-/* --- time ------------------------------------------------------------------------------------------------ */
+/* --- time ------------------------------------------------------------------------------------- */
 
 /* A hung engine must not keep tickets alive; a mere queue must. */
 static void touch(struct pre_sched *p, uint64_t now_ms, struct pre_actions *out)
@@ -493,7 +494,7 @@ static void check_drain(struct pre_sched *p, uint64_t now_ms, struct pre_actions
     }
 }
 
-/* --- the machine ------------------------------------------------------------------------------------------ */
+/* --- the machine ------------------------------------------------------------------------------ */
 
 static void on_message(struct pre_sched *p, const struct pre_event *ev, struct pre_actions *out)
 {

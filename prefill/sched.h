@@ -1,24 +1,26 @@
 /* prefill/sched.h - all tickets of a prefill worker: queue, chunks in turn, shipping, drain.
  *
- * Why      Who computes next, what is offered to the decode side when, and when a page is free again is
- *          decided here, without I/O, so that tests can drive every order of events.
+ * Why      Who computes next, what is offered to the decode side when, and when a page is free
+ *          again is decided here, without I/O, so that tests can drive every order of events.
  * Owner    The control thread. Pure: an event goes in, actions come out; time is in the event.
  *
  * Queue    Accepted while the prompt tokens not computed yet stay within max_pending_tokens and the
- *          jobs within max_jobs; else DENY EBUSY. A prompt that the pool or the queue could never hold
- *          is denied for good.
- * Pages    A job takes all its pages and a tail before its first chunk (a later chunk reads the earlier
- *          pages), so no two jobs can wait for each other. A younger job that fits may start before an
- *          older one that does not fit yet, but only `max_passes` times. Prompts longer than one chunk leave
- *          an eighth (at least a chunk's worth) of the pages and of the tails free; beyond the limit short
- *          ones still pass a long one as long as they hold no more than that together, so it does start when
- *          the long ones before it have ended. A prompt that leaves no eighth at all holds up everyone.
- * Turns    One chunk is computed at a time. Jobs that end with their next chunk ("short") go first, in
- *          order; but after each chunk of a long one they get at most chunk_tokens tokens together,
- *          then the next long one has its chunk. So a short prompt waits for at most one long chunk
- *          and the short ones before it, and the long ones keep at least half of the engine.
- * Holds    Every PREFILL accepted ends in exactly one PREFILL_DONE, FAILED or CANCELLED, sent after its
- *          pages are back; others are answered by one DENY.
+ *          jobs within max_jobs; else DENY EBUSY. A prompt that the pool or the queue could never
+ *          hold is denied for good.
+ * Pages    A job takes all its pages and a tail before its first chunk (a later chunk reads the
+ *          earlier pages), so no two jobs can wait for each other. A younger job that fits may
+ *          start before an older one that does not fit yet, but only `max_passes` times. Prompts
+ *          longer than one chunk leave an eighth (at least a chunk's worth) of the pages and of the
+ *          tails free; beyond the limit short ones still pass a long one as long as they hold no
+ *          more than that together, so it does start when the long ones before it have ended. A
+ *          prompt that leaves no eighth at all holds up everyone.
+ * Turns    One chunk is computed at a time. Jobs that end with their next chunk ("short") go first,
+ *          in order; but after each chunk of a long one they get at most chunk_tokens tokens
+ *          together, then the next long one has its chunk. So a short prompt waits for at most one
+ *          long chunk and the short ones before it, and the long ones keep at least half of the
+ *          engine.
+ * Holds    Every PREFILL accepted ends in exactly one PREFILL_DONE, FAILED or CANCELLED, sent after
+ *          its pages are back; others are answered by one DENY.
  */
 #ifndef PRE_SCHED_H
 #define PRE_SCHED_H
@@ -50,7 +52,7 @@ enum pre_event_kind {
     PRE_ON_CHUNK,     /* the engine finished the chunk it was given */
     PRE_ON_PART,      /* the decode side has page `index`, verified */
     PRE_ON_ENDED,     /* the mover is done with ticket: 0 when all arrived */
-    PRE_ON_UNOFFERED, /* the mover did not take what PRE_DO_OFFER gave it for ticket; code says why */
+    PRE_ON_UNOFFERED, /* the mover did not take a PRE_DO_OFFER of ticket; code says why */
     PRE_ON_DRAIN,
     PRE_ON_TICK /* at least each second */
 };
@@ -77,7 +79,7 @@ enum pre_action_kind {
     PRE_DO_TOUCH,       /* kv_mover_touch(ticket) */
     PRE_DO_OPEN,        /* job got its pages: make its engine state */
     PRE_DO_CLOSE,       /* drop its engine state; comes before its pages go back */
-    PRE_DO_CHUNK, /* compute tokens [from, from + n) of job; last: sample; PRE_ON_CHUNK must follow */
+    PRE_DO_CHUNK,  /* compute tokens [from, from + n) of job; last: sample; then PRE_ON_CHUNK */
     PRE_DO_OFFER,  /* kv_mover_offer() pages [from, from + n) of job; tail: and its tail, last */
     PRE_DO_DRAINED /* once */
 };

@@ -772,7 +772,8 @@ static void on_refused(void *ctx, int status)
     count(ctx, ROUTE_other, status);
 }
 
-/* A silent stream says something now and then, so that nothing between us and the client drops it. */
+/* A silent stream says something now and then,
+ * so that nothing between us and the client drops it. */
 static void on_tick(uv_timer_t *timer)
 {
     struct rtr_api *a = timer->data;

@@ -1,7 +1,7 @@
 /* router/api_request.h - a request body, checked, encoded and tokenised, or the reason why not.
  *
- * Rules    No value is coerced; null means the default; unknown fields are ignored; a wrong field is
- *          named in the error's message and param. docs/http-api.md lists every field and range.
+ * Rules    No value is coerced; null means the default; unknown fields are ignored; a wrong field
+ *          is named in the error's message and param. docs/http-api.md lists every field and range.
  * Threads  rtr_ask_parse() reads what it is given and writes only *out: [any thread].
  */
 #ifndef RTR_API_REQUEST_H

@@ -1,5 +1,5 @@
-/* router/api_response.h - answers as JSON: whole bodies, stream chunks, errors. Bytes into a buffer,
- * no I/O. Every number written is finite, every string valid UTF-8. */
+/* router/api_response.h - answers as JSON: whole bodies, stream chunks, errors. Bytes into a
+ * buffer, no I/O. Every number written is finite, every string valid UTF-8. */
 #ifndef RTR_API_RESPONSE_H
 #define RTR_API_RESPONSE_H
 
@@ -20,7 +20,8 @@ void rtr_put_answer(struct tow_buf *b, const struct text_tokenizer *tok, const s
 /* The chunk every choice begins with: the role, or the echoed prompt; nothing for a completion
  * without echo. */
 void rtr_put_first_chunk(struct tow_buf *b, const struct rtr_ask *a, uint32_t choice);
-/* What a choice has ready, and its finish_reason once it has ended; nothing when there is neither. */
+/* What a choice has ready, and its finish_reason once it has ended;
+ * nothing when there is neither. */
 void rtr_put_chunk(struct tow_buf *b, const struct text_tokenizer *tok, const struct rtr_ask *a,
                    uint32_t choice, struct rtr_output *o);
 /* After the last choice: usage if it was asked for, and [DONE]. */

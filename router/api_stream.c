@@ -1,7 +1,8 @@
 /* router/api_stream.c - answers as server-sent events; see api_response.h.
  *
- * Each choice: one chunk with the role, chunks with what came, exactly one with finish_reason, which
- * also carries what was still there. Then usage, when asked for, with no choices, and [DONE]. */
+ * Each choice: one chunk with the role, chunks with what came, exactly one with finish_reason,
+ * which also carries what was still there. Then usage, when asked for, with no choices, and
+ * [DONE]. */
 #include "router/api_response.h"
 
 #include "common/base/buf.h"

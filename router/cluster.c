@@ -1,5 +1,6 @@
-/* router/cluster.c - see cluster.h. One list of actions is performed at a time; what a client callback starts in the
- * middle of it (a cancel) is performed at once from a list of its own, since it only sends and closes. */
+/* router/cluster.c - see cluster.h. One list of actions is performed at a time; what a client
+ * callback starts in the middle of it (a cancel) is performed at once from a list of its own,
+ * since it only sends and closes. */
 #include "router/cluster.h"
 
 #include "common/base/buf.h"
@@ -56,8 +57,8 @@ struct rtr_cluster {
     struct tow_counter *c[10];
 };
 
-/* Time without our own pauses (SIGSTOP, a suspended machine): what came meanwhile lies unread, and nobody may be
- * called silent or late for that. */
+/* Time without our own pauses (SIGSTOP, a suspended machine): what came meanwhile lies unread, and
+ * nobody may be called silent or late for that. */
 static uint64_t now_ms(struct rtr_cluster *c)
 {
     uint64_t now = net_loop_now_ms(c->loop);

@@ -1,4 +1,5 @@
-/* router/cluster.h - the real back end: router/route's decisions, carried out over connections to workers.
+/* router/cluster.h - the real back end: router/route's decisions, carried out over connections to
+ * workers.
  *
  * Why      route.c decides without I/O; here its actions become frames, closes and callbacks.
  * Owner    The loop thread.
@@ -15,7 +16,8 @@ struct tow_metrics;
 
 extern const struct rtr_backend rtr_cluster_backend; /* self: the cluster */
 
-/* Listens for workers on control_url. cfg: random may be NULL (then the kernel's). metrics: borrowed, NULL is fine. */
+/* Listens for workers on control_url. cfg: random may be NULL (then the kernel's).
+ * metrics: borrowed, NULL is fine. */
 int rtr_cluster_open(struct rtr_cluster **out, struct net_loop *loop, const char *control_url,
                      const struct rtr_route_config *cfg, struct tow_metrics *metrics,
                      struct tow_err *err);

@@ -663,7 +663,8 @@ static void on_sweep(uv_timer_t *timer)
 static void on_client(void *arg)
 {
     struct rtr_http *s = arg;
-    /* Some more than the limit are let in, to be told; what comes beyond those is closed at once. */
+    /* Some more than the limit are let in, to be told;
+     * what comes beyond those is closed at once. */
     bool full = s->stats.connections >= s->limits.max_connections;
     struct rtr_exchange *x = calloc(1, sizeof *x);
     if (!x) {

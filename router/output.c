@@ -1,10 +1,10 @@
 /* router/output.c - see output.h.
  *
  *   id --text_detok--> characters --text_chat_parser--> reasoning, calls
- *                                          +----------> content --rtr_stop--> content that is certain
+ *                                          +--> content --rtr_stop--> content that is certain
  *
- * Special tokens are not shown, but for the three that a reader of the text needs: <think>, </think>
- * and the mark of tool calls. In a chat the parser takes them away.
+ * Special tokens are not shown, but for the three that a reader of the text needs: <think>,
+ * </think> and the mark of tool calls. In a chat the parser takes them away.
  * Stop strings are looked for in the content alone: a stop of "\n\n" must not end a thought, nor a
  * call in the middle of its arguments.
  */

@@ -1,12 +1,13 @@
 /* router/output.h - one answer: token ids in, text, reasoning, calls and log-probabilities out.
  *
  * Why      Streams and whole answers must say the same, whatever the number of tokens per step. So
- *          both read from here, and tokens are taken one at a time: what a client gets depends on the
- *          ids alone.
- * Way      ids -> characters (text/detok) -> chat parser (text/chat) -> stop strings in the content.
- * Counts   n_tokens counts what was generated up to the end of the answer: the token that completed a
- *          stop string is counted, later ones of the same step are not. An end token is never among
- *          the ids (router/backend.h), so not counted either.
+ *          both read from here, and tokens are taken one at a time: what a client gets depends on
+ *          the ids alone.
+ * Way      ids -> characters (text/detok) -> chat parser (text/chat) -> stop strings in the
+ *          content.
+ * Counts   n_tokens counts what was generated up to the end of the answer: the token that completed
+ *          a stop string is counted, later ones of the same step are not. An end token is never
+ *          among the ids (router/backend.h), so not counted either.
  * Owner    Whoever calls; no I/O.
  */
 #ifndef RTR_OUTPUT_H
@@ -38,7 +39,8 @@ struct rtr_scored {
 
 struct rtr_output; /* see output.c; fields are read through these */
 
-/* Sets up choice `choice` of the ask. The tokenizer and the ask are borrowed. NULL: out of memory. */
+/* Sets up choice `choice` of the ask. The tokenizer and the ask are borrowed.
+ * NULL: out of memory. */
 struct rtr_output *rtr_output_new(const struct text_tokenizer *tok, const struct rtr_ask *ask,
                                   uint32_t choice);
 void rtr_output_free(struct rtr_output *o); /* NULL is fine */

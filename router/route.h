@@ -1,35 +1,40 @@
 /* router/route.h - every request from its admission to its last token, over all workers.
  *
  * Why      Admission, placement, retries, cancel, drain and the joining of workers are one piece of
- *          bookkeeping: each decision needs the others' numbers. It is pure, so that tests can drive every
- *          order of messages, deaths and deadlines; router/main performs the actions.
+ *          bookkeeping: each decision needs the others' numbers. It is pure, so that tests can
+ *          drive every order of messages, deaths and deadlines; router/main performs the actions.
  * Owner    The loop thread.
  *
  * One choice of one request is a run:
- *   (submit) QUEUED --dispatch--> RESERVING --on_grant--> PREFILLING --on_tokens--> STREAMING --on_finish--> (end)
+ *   (submit) QUEUED --dispatch--> RESERVING --on_grant--> PREFILLING --on_tokens--> STREAMING
  *               ^                     |                      |                        |
  *               +--- denied, worker lost, failed, pushed back: prompt + outputs so far go elsewhere
- *   Cancel ends a run at once in any state; its attempt is wound up in the background.
+ *   STREAMING --on_finish--> (end). Cancel ends a run at once in any state; its attempt is wound
+ *   up in the background.
  *
  * state       true in it                                        deadline
- * QUEUED      no ticket                                         queue_timeout since it began to wait
+ * QUEUED      no ticket                                         queue_timeout since it began to
+ *                                                               wait
  * RESERVING   a ticket; decode and prefill budgets are held     the same, and reserve_ms
- * PREFILLING  decode granted; prefill has the tokens            the same until the first PROGRESS, then stall_ms
+ * PREFILLING  decode granted; prefill has the tokens            the same until the first PROGRESS,
+ *                                                               then stall_ms
  * STREAMING   at least one token of this attempt came           stall_ms since the last
  *
- * One ticket is an attempt. It holds budgets at its two workers until each has said its last word about
- * it (DENY, FAILED, FINISH, PREFILL_DONE, CANCELLED) or is lost; a worker that does not answer a CANCEL
- * in cancel_ms is broken and its connection is closed.
+ * One ticket is an attempt. It holds budgets at its two workers until each has said its last word
+ * about it (DENY, FAILED, FINISH, PREFILL_DONE, CANCELLED) or is lost; a worker that does not
+ * answer a CANCEL in cancel_ms is broken and its connection is closed.
  *
- * Queue    At most max_queued runs and max_queued_tokens prompt tokens wait (n counts n); more are refused at
- *          once. In order of arrival; a later run that fits may pass the first that does not fit yet,
- *          max_passes times, then it waits behind. Runs that come back keep their place and count apart.
- * Lane     A prompt of one chunk must not wait for long ones. Long ones leave an eighth (at least a chunk's
- *          worth) of each worker's pages, prompt tokens and tickets free. When the first in the queue is long
- *          and may be passed no more, short ones still pass as long as short ones hold no more than that
- *          eighth: so it starts when the long ones before it have ended. Only a prompt that leaves no eighth
- *          at all holds up everyone.
- * Tries    max_attempts failures end a run; being denied for want of room, pushed back or drained is none.
+ * Queue    At most max_queued runs and max_queued_tokens prompt tokens wait (n counts n); more are
+ *          refused at once. In order of arrival; a later run that fits may pass the first that does
+ *          not fit yet, max_passes times, then it waits behind.
+ *          Runs that come back keep their place and count apart.
+ * Lane     A prompt of one chunk must not wait for long ones. Long ones leave an eighth (at least a
+ *          chunk's worth) of each worker's pages, prompt tokens and tickets free. When the first in
+ *          the queue is long and may be passed no more, short ones still pass as long as short ones
+ *          hold no more than that eighth: so it starts when the long ones before it have ended.
+ *          Only a prompt that leaves no eighth at all holds up everyone.
+ * Tries    max_attempts failures end a run; being denied for want of room, pushed back or drained
+ *          is none.
  * Counts   started == finished + failed + cancelled + live, in runs, warm-ups left out.
  */
 #ifndef RTR_ROUTE_H
@@ -121,9 +126,9 @@ void rtr_route_cancel(struct rtr_route *r, struct rtr_job *job, uint64_t now_ms,
 void rtr_route_cancel_choice(struct rtr_route *r, struct rtr_job *job, uint32_t choice,
                              uint64_t now_ms, struct rtr_actions *acts);
 
-/* A callback may cancel requests whose own actions still stand further down the list: skip actions of a
- * job that is deaf. Jobs that are over stay readable until rtr_route_reap(), to be called when no list
- * of actions is being performed. */
+/* A callback may cancel requests whose own actions still stand further down the list: skip actions
+ * of a job that is deaf. Jobs that are over stay readable until rtr_route_reap(), to be called when
+ * no list of actions is being performed. */
 bool rtr_job_deaf(const struct rtr_job *job);
 void rtr_route_reap(struct rtr_route *r);
 

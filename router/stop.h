@@ -3,8 +3,8 @@
  * Rule     Of all occurrences the one that *starts* first ends the text; the text is what stands
  *          before it. An occurrence that is complete therefore waits while one that started earlier
  *          may still become complete; if the text ends first, the complete one counts.
- * Holds    What was given out is never part of an occurrence; what is held back begins one, or has to
- *          wait for one. How the text was cut into pieces never matters.
+ * Holds    What was given out is never part of an occurrence; what is held back begins one, or has
+ *          to wait for one. How the text was cut into pieces never matters.
  * Cost     One step of a matching automaton per byte and stop string.
  */
 #ifndef RTR_STOP_H

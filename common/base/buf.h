@@ -1,8 +1,8 @@
 /* base/buf.h - a growable byte string with a hard cap.
  *
  * Why      Text is built piece by piece in many places; each piece must not need its own check.
- * Errors   Sticky: after a failed append (cap passed or memory gone) `failed` is set, later appends do
- *          nothing, and the owner checks once at the end with tow_buf_failed().
+ * Errors   Sticky: after a failed append (cap passed or memory gone) `failed` is set, later appends
+ *          do nothing, and the owner checks once at the end with tow_buf_failed().
  * Holds    data[len] is always 0 when data is not NULL, so it can be read as a C string.
  */
 #ifndef TOW_BASE_BUF_H

@@ -1,4 +1,5 @@
-/* base/err.c - see err.h. Formatting never allocates, so an error can be told when memory is gone. */
+/* base/err.c - see err.h. Formatting never allocates,
+ * so an error can be told when memory is gone. */
 #include "common/base/err.h"
 
 #include <stdio.h>

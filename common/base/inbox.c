@@ -1,9 +1,9 @@
 /* base/inbox.c - a ring of cells, each with a ticket that says whose turn it is.
  *
  * Cell i at lap k is writable when its turn is k * n + i and readable when it is one more. Posters
- * claim a place by compare-and-swap on `tail`, fill it, then publish the turn; the owner alone moves
- * `head`. A mutex would be as short, but then a poster stopped by the scheduler inside it could hold
- * up the owner's whole loop; here it holds up only the events behind its own.
+ * claim a place by compare-and-swap on `tail`, fill it, then publish the turn; the owner alone
+ * moves `head`. A mutex would be as short, but then a poster stopped by the scheduler inside it
+ * could hold up the owner's whole loop; here it holds up only the events behind its own.
  *
  * `awake` is 1 from the moment a poster has called wake until the owner finds the ring empty. Both
  * sides swap it (never plain stores): if the owner's swap comes second it sees the poster's event,
@@ -139,7 +139,8 @@ uint32_t tow_inbox_drain(struct tow_inbox *in, uint32_t max, tow_inbox_on_event 
         on_event(arg, event);
         n++;
     }
-    /* Stopping early: fall asleep as take() does, and wake again at once if anything is readable. */
+    /* Stopping early: fall asleep as take() does,
+     * and wake again at once if anything is readable. */
     atomic_exchange_explicit(&in->awake, 0, memory_order_acq_rel);
     if (readable(in)) wake_owner(in);
     return n;

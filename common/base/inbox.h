@@ -21,18 +21,19 @@ struct tow_inbox;
 typedef void (*tow_inbox_wake)(void *arg);
 typedef void (*tow_inbox_on_event)(void *arg, const void *event);
 
-/* capacity: 1 to 2^24 events, rounded up to a power of two (2 at least). event_bytes: 1 to 4096; copied in and
- * out (a pointer is an event of sizeof(void *)). wake: NULL when the owner polls. */
+/* capacity: 1 to 2^24 events, rounded up to a power of two (2 at least). event_bytes: 1 to 4096;
+ * copied in and out (a pointer is an event of sizeof(void *)). wake: NULL when the owner polls. */
 int tow_inbox_new(struct tow_inbox **out, uint32_t capacity, size_t event_bytes,
                   tow_inbox_wake wake, void *wake_arg, struct tow_err *err);
-/* No thread may post any more. Events still inside are dropped: drain first when they own things. */
+/* No thread may post any more. Events still inside are dropped: drain first when they own
+ * things. */
 void tow_inbox_free(struct tow_inbox *in);
 
 /* [any thread] 0, or TOW_EFULL with nothing changed but the count of refusals. */
 int tow_inbox_post(struct tow_inbox *in, const void *event);
 
-/* Owner: copies the oldest event out and returns 1, or returns 0 when there is none. Call it until it
- * returns 0 (only then does the next post wake again), or use tow_inbox_drain(). */
+/* Owner: copies the oldest event out and returns 1, or returns 0 when there is none. Call it until
+ * it returns 0 (only then does the next post wake again), or use tow_inbox_drain(). */
 int tow_inbox_take(struct tow_inbox *in, void *event);
 /* Owner: calls on_event for at most max events; returns how many. When it stops at max with more
  * inside, it wakes the owner again, so that nothing is left lying. */

@@ -1,4 +1,5 @@
-/* base/log.c - see log.h. The line is built on the stack and cut at its end, so logging never allocates. */
+/* base/log.c - see log.h. The line is built on the stack and cut at its end,
+ * so logging never allocates. */
 #include "common/base/log.h"
 
 #include <errno.h>
@@ -74,8 +75,8 @@ static size_t copy_clean(char *dst, size_t cap, const char *src, int json)
     return o;
 }
 
-/* A full pipe that nobody reads must not stop the server: the line is dropped, and the next one says so.
- * The lock keeps another thread from taking the room that poll() saw. */
+/* A full pipe that nobody reads must not stop the server: the line is dropped, and the next one
+ * says so. The lock keeps another thread from taking the room that poll() saw. */
 static void write_line(char *line, size_t n)
 {
     pthread_mutex_lock(&write_lock);

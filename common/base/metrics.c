@@ -1,10 +1,10 @@
 /* base/metrics.c - families in order of registration, each with its series; a series is its printed
  * label text and a few atomics.
  *
- * Labels are escaped once, at registration, so printing only copies. Doubles live in 64-bit atomics as
- * their bits. A histogram's buckets are counted separately and summed up while printing, so `_count` is
- * always the sum of the buckets printed with it. Failed registrations share one series per type that is
- * never printed: callers need no check of their own.
+ * Labels are escaped once, at registration, so printing only copies. Doubles live in 64-bit atomics
+ * as their bits. A histogram's buckets are counted separately and summed up while printing, so
+ * `_count` is always the sum of the buckets printed with it. Failed registrations share one series
+ * per type that is never printed: callers need no check of their own.
  */
 #include "common/base/metrics.h"
 

@@ -6,7 +6,8 @@
  *          from a client. Register at start, keep the handle, update through it.
  * Errors   Registration always returns a usable handle. What is wrong (bad name, one name with two
  *          types or help texts, too many series) is kept; main asks once with tow_metrics_check().
- * Threads  Updates are [any thread] and lock-free. Registration and printing take the registry's lock.
+ * Threads  Updates are [any thread] and lock-free. Registration and printing take the registry's
+ *          lock.
  */
 #ifndef TOW_BASE_METRICS_H
 #define TOW_BASE_METRICS_H
@@ -24,8 +25,8 @@ struct tow_histogram;
 int tow_metrics_new(struct tow_metrics **out, struct tow_err *err);
 void tow_metrics_free(struct tow_metrics *m); /* NULL is fine; no update may follow */
 
-/* labels: NULL, or {"name", "value", ..., NULL}; copied. The same name and labels again give the same
- * handle. At most 4096 series in one registry. */
+/* labels: NULL, or {"name", "value", ..., NULL}; copied. The same name and labels again give the
+ * same handle. At most 4096 series in one registry. */
 struct tow_counter *tow_counter(struct tow_metrics *m, const char *name, const char *help,
                                 const char *const *labels);
 struct tow_gauge *tow_gauge(struct tow_metrics *m, const char *name, const char *help,

@@ -1,6 +1,6 @@
-/* base/opt.c - settings are read in three passes over one table: each setting keeps the text that won
- * and where it came from, then every text is converted. So an error names its source, and a bad value
- * in the file is reported even when a flag hides it (it would surprise on the next start).
+/* base/opt.c - settings are read in three passes over one table: each setting keeps the text that
+ * won and where it came from, then every text is converted. So an error names its source, and a bad
+ * value in the file is reported even when a flag hides it (it would surprise on the next start).
  */
 #include "common/base/opt.h"
 
@@ -113,7 +113,7 @@ static int set_text(struct tow_opts *o, const struct tow_opt *opt, const char *t
     return 0;
 }
 
-/* --- values ------------------------------------------------------------------------------------ */
+/* --- values ----------------------------------------------------------------------------------- */
 
 static void env_name(const char *name, char out[MAX_NAME + 16])
 {
@@ -373,7 +373,7 @@ static int convert(struct tow_opts *o, const struct tow_opt *opt, const char *wh
     return TOW_EINVAL;
 }
 
-/* --- sources ----------------------------------------------------------------------------------- */
+/* --- sources ---------------------------------------------------------------------------------- */
 
 static int read_file(const char *path, size_t max, struct tow_buf *out, struct stat *st,
                      struct tow_err *err)
@@ -665,7 +665,7 @@ const char *tow_opts_operand(const struct tow_opts *o, size_t i)
     return o->operands[i];
 }
 
-/* --- text for people --------------------------------------------------------------------------- */
+/* --- text for people -------------------------------------------------------------------------- */
 
 static void put_help_row(struct tow_buf *out, const struct tow_opt *opt)
 {
@@ -729,7 +729,7 @@ void tow_opts_print(const struct tow_opts *o, struct tow_buf *out)
     }
 }
 
-/* --- secrets ----------------------------------------------------------------------------------- */
+/* --- secrets ---------------------------------------------------------------------------------- */
 
 int tow_secret_read(const char *path, const char *what, size_t max_bytes, struct tow_buf *out,
                     struct tow_err *err)

@@ -4,10 +4,11 @@
  *          as underscores), that over `--config FILE` (`name = value` lines, # starts a comment
  *          line), that over the default. Of a flag given twice the last one counts; a key
  *          twice in a file is an error.
- * Errors   An unknown flag, key or TOWPATH_ variable is an error (a variable that only another Towpath
- *          program has is passed over); so is any value out of range. The
+ * Errors   An unknown flag, key or TOWPATH_ variable is an error (a variable that only another
+ *          Towpath program has is passed over); so is any value out of range. The
  *          message names where the value came from, the value, and the right range.
- * Secrets  Never a value: a setting names a file, and tow_secret_read() checks who else can read it.
+ * Secrets  Never a value: a setting names a file, and tow_secret_read() checks who else can read
+ *          it.
  * Owner    main.c, before threads start.
  */
 #ifndef TOW_BASE_OPT_H
@@ -38,7 +39,7 @@ enum tow_opt_type {                 /* *out is */
                     TOW_OPT_ENUM,  /* int, index in choices */
                     TOW_OPT_BOOL,  /* bool; --name alone means true, else --name=true|false */
                     TOW_OPT_ADDR,  /* struct tow_addr; ADDR:PORT or [ADDR]:PORT */
-                    TOW_OPT_URLS, /* struct tow_strings; comma-separated; choices lists the schemes allowed */
+                    TOW_OPT_URLS,  /* struct tow_strings; comma-separated; choices: the schemes */
 };
 
 struct tow_opt {
@@ -99,16 +100,17 @@ const char *tow_opts_operand(const struct tow_opts *o, size_t i); /* borrowed fr
 
 void tow_opts_help(const struct tow_opts_spec *spec, struct tow_buf *out);
 void tow_opts_print_help(const struct tow_opts_spec *spec); /* to stdout */
-/* Appends "name=value name=value": the settings that are not at their default, for the start line. */
+/* Appends "name=value name=value": the settings that are not at their default,
+ * for the start line. */
 void tow_opts_print(const struct tow_opts *o, struct tow_buf *out);
 
 /* Also used on their own. `what` names the value in the message ("--http"). */
 int tow_addr_parse(const char *text, const char *what, struct tow_addr *out, struct tow_err *err);
 int tow_bytes_parse(const char *text, const char *what, uint64_t *out, struct tow_err *err);
 
-/* Appends a secret file's bytes to *out, without the line end that closes it. Refused: what is not a
- * regular file, is empty, is larger than max_bytes, belongs to another user than root or us, or can be
- * read by others or written by the group (0640 is the widest). `what` names the setting. */
+/* Appends a secret file's bytes to *out, without the line end that closes it. Refused: what is not
+ * a regular file, is empty, is larger than max_bytes, belongs to another user than root or us, or
+ * can be read by others or written by the group (0640 is the widest). `what` names the setting. */
 int tow_secret_read(const char *path, const char *what, size_t max_bytes, struct tow_buf *out,
                     struct tow_err *err);
 

@@ -4,9 +4,9 @@
  *          UCX, the endpoints, the digests and kv/xfer's machines live on one thread of their own;
  *          servers give commands and get events.
  * Owner    Commands and kv_mover_event(): the control thread. They never block and never fail for
- *          reasons of the network; what becomes of them is told by events. One that finds no memory or a
- *          full queue has not been given: those that return a code say so, the two that do not are
- *          made to be repeated.
+ *          reasons of the network; what becomes of them is told by events. One that finds no memory
+ *          or a full queue has not been given: those that return a code say so, the two that do not
+ *          are made to be repeated.
  * Holds    A ticket that was opened or expected ends in exactly one KV_MOVER_ENDED, its last event.
  *          From then on nothing in here reads or writes its pages or its tail: they may be reused.
  *
@@ -103,8 +103,8 @@ struct kv_offer {
 KV_MOVER_COMMAND kv_mover_offer(struct kv_mover *m, struct kv_ticket t,
                                 const struct kv_offer *parts, uint32_t n, const void *note,
                                 uint32_t note_bytes);
-/* The job behind this ticket is alive, though it has nothing to ship yet. The next one makes up for a
- * lost one. */
+/* The job behind this ticket is alive, though it has nothing to ship yet. The next one makes up for
+ * a lost one. */
 void kv_mover_touch(struct kv_mover *m, struct kv_ticket t);
 
 struct kv_expect {
@@ -119,8 +119,8 @@ struct kv_expect {
 };
 KV_MOVER_COMMAND kv_mover_expect(struct kv_mover *m, const struct kv_expect *e);
 /* Ends the ticket with `code` (TOW_ECANCEL for a plain cancel), telling the peer. Its
- * KV_MOVER_ENDED comes as soon as nothing of it is in flight; until then repeat it now and then, or the
- * lease has to end what a lost cancel did not. An unknown or ended ticket: nothing happens. */
+ * KV_MOVER_ENDED comes as soon as nothing of it is in flight; until then repeat it now and then, or
+ * the lease has to end what a lost cancel did not. An unknown or ended ticket: nothing happens. */
 void kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code);
 
 enum kv_mover_event_kind { KV_MOVER_PEER_UP, KV_MOVER_PEER_DOWN, KV_MOVER_PART, KV_MOVER_ENDED };

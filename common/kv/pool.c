@@ -1,5 +1,5 @@
-/* kv/pool.c - see pool.h. Free ids are kept on stacks (the page given back last is the warmest in cache);
- * a bitmap scan was rejected: it costs more the fuller the pool is. */
+/* kv/pool.c - see pool.h. Free ids are kept on stacks (the page given back last is the warmest in
+ * cache); a bitmap scan was rejected: it costs more the fuller the pool is. */
 #include "common/kv/pool.h"
 
 #include "common/base/err.h"

@@ -1,9 +1,11 @@
 /* kv/pool.h - the fixed set of KV pages and tails a process owns.
  *
- * Why      Pages are registered with the transport once; handing them out must never allocate or register.
- * Owner    The control thread. Page bytes themselves are read and written by whoever holds the page.
- * Holds    free + held == capacity; a page is free exactly when its reference count is 0; pages never move.
- *          Tails are not shared: one owner each.
+ * Why      Pages are registered with the transport once;
+ *          handing them out must never allocate or register.
+ * Owner    The control thread. Page bytes themselves are read and written by whoever holds the
+ *          page.
+ * Holds    free + held == capacity; a page is free exactly when its reference count is 0; pages
+ *          never move. Tails are not shared: one owner each.
  */
 #ifndef TOW_KV_POOL_H
 #define TOW_KV_POOL_H
@@ -16,8 +18,9 @@ struct tow_err;
 typedef uint32_t kv_page_id;
 typedef uint32_t kv_tail_id;
 
-/* pages: n_pages * page_bytes, tails: n_tails * tail_bytes; both borrowed, 64-byte aligned, outliving the
- * pool. Caller frees with kv_pool_free(). On failure *out is untouched and *err says why. */
+/* pages: n_pages * page_bytes, tails: n_tails * tail_bytes; both borrowed, 64-byte aligned,
+ * outliving the pool. Caller frees with kv_pool_free().
+ * On failure *out is untouched and *err says why. */
 int kv_pool_new(struct kv_pool **out, void *pages, uint32_t n_pages, size_t page_bytes, void *tails,
                 uint32_t n_tails, size_t tail_bytes, struct tow_err *err);
 void kv_pool_free(struct kv_pool *pool); /* NULL is fine; everything must be back */

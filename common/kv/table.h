@@ -1,6 +1,7 @@
 /* kv/table.h - the pages and the tail of one sequence.
  *
- * Owner    The control thread takes and gives; the engine thread reads ids while it holds the sequence.
+ * Owner    The control thread takes and gives; the engine thread reads ids while it holds the
+ *          sequence.
  * Holds    ids[p] is the page of tokens p*page_tokens ..; every id holds one reference on the pool.
  */
 #ifndef TOW_KV_TABLE_H
@@ -18,7 +19,8 @@ struct kv_table {
 };
 
 void kv_table_init(struct kv_table *t);
-/* Grows to n_pages pages (and takes a tail if there is none); all or nothing. TOW_EFULL, TOW_ENOMEM. */
+/* Grows to n_pages pages (and takes a tail if there is none); all or nothing.
+ * TOW_EFULL, TOW_ENOMEM. */
 int kv_table_grow(struct kv_table *t, struct kv_pool *pool, uint32_t n_pages);
 /* Gives back one page (prefill, after its transfer); the slot stays and must not be read again. */
 void kv_table_drop(struct kv_table *t, struct kv_pool *pool, uint32_t index);

@@ -1,14 +1,14 @@
 /* kv/xfer.c - bookkeeping of one shipment; the charts are in the header.
  *
  * How      One outcome is decided once, in settle(); whether it is told at once or after what is in
- *          flight has ended is the difference between ENDED and CLOSING, and nothing else. Operations
- *          in flight are counted (n_busy), so a part may be acknowledged before our own send of it has
- *          reported, as happens when the peer is quick.
- * Rejected The sender writing into the receiver (put): then the receiver could not know when a stopped
- *          or half-dead sender has ceased to write, and would have to hold pages for as long as that
- *          may take. See docs/decisions/receiver-driven-pages.md. Retrying single parts: a part fails
- *          when its link or its bytes are bad, and either way another attempt by the router, with a new
- *          ticket, is the retry.
+ *          flight has ended is the difference between ENDED and CLOSING, and nothing else.
+ *          Operations in flight are counted (n_busy), so a part may be acknowledged before our own
+ *          send of it has reported, as happens when the peer is quick.
+ * Rejected The sender writing into the receiver (put): then the receiver could not know when a
+ *          stopped or half-dead sender has ceased to write, and would have to hold pages for as
+ *          long as that may take. See docs/decisions/receiver-driven-pages.md. Retrying single
+ *          parts: a part fails when its link or its bytes are bad, and either way another attempt
+ *          by the router, with a new ticket, is the retry.
  */
 #include "common/kv/xfer.h"
 

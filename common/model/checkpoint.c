@@ -1,7 +1,9 @@
-/* How: find out which files there are (index, or every *.safetensors of the folder), open each, put all tensors in
- * one array sorted by name, and check the index against it. Everything is linear or n log n in the tensors.
+/* How: find out which files there are (index, or every *.safetensors of the folder), open each, put
+ * all tensors in one array sorted by name, and check the index against it.
+ * Everything is linear or n log n in the tensors.
  *
- * Files that the index does not name are left alone: folders often hold a second copy in another form.
+ * Files that the index does not name are left alone: folders often hold a second copy in another
+ * form.
  */
 #include "common/model/checkpoint.h"
 
@@ -127,7 +129,8 @@ static int check_numbering(const char *dir, const struct names *files, struct to
         if (dash == name || sscanf(dash, "%5lu-of-%5lu%15s", &part, &parts, tail) != 3 ||
             strcmp(tail, ".safetensors") != 0 || parts > FILES_MAX)
             continue;
-        /* Only the first file of a set asks for the others; the set without its first is asked by its own first. */
+        /* Only the first file of a set asks for the others;
+         * the set without its first is asked by its own first. */
         if (i > 0 && strncmp(files->v[i - 1], name, (size_t)(dash - name)) == 0) continue;
         total = (unsigned)parts;
         for (unsigned long k = 1; k <= parts; k++) {

@@ -1,8 +1,10 @@
-/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse, attention
- * (window keys, compressor, indexer), expand, collapse, experts, expand; each step is one op of the table.
+/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse,
+ * attention (window keys, compressor, indexer), expand, collapse, experts, expand;
+ * each step is one op of the table.
  *
- * Activations are bf16 in deployed mode and f32 in exact mode; that type is the whole difference between the modes
- * besides the quantizers in front of products, which aq_for() chooses from the stored form of the weight. */
+ * Activations are bf16 in deployed mode and f32 in exact mode; that type is the whole difference
+ * between the modes besides the quantizers in front of products, which aq_for() chooses from the
+ * stored form of the weight. */
 #include "common/model/forward.h"
 
 #include "common/base/err.h"
@@ -266,7 +268,8 @@ int64_t model_tail_mtp_pos(const uint8_t *tail)
 
 /* ------------------------------------------------------------------ one pass */
 
-/* What every step of one pass needs. rc is sticky: after a failure the remaining ops are skipped. */
+/* What every step of one pass needs. rc is sticky: after a failure the remaining ops are
+ * skipped. */
 struct pass {
     struct model *m;
     const struct model_batch *b;
@@ -293,7 +296,8 @@ static enum model_elem act_elem(const struct model *m)
     return m->act == KERN_F32 ? MODEL_ELEM_F32 : MODEL_ELEM_BF16;
 }
 
-/* Exact mode quantizes nothing; deployed mode quantizes in front of every weight that is stored quantized. */
+/* Exact mode quantizes nothing; deployed mode quantizes in front of every weight that is stored
+ * quantized. */
 static enum kern_act_quant aq_for(const struct model *m, const struct kern_weight *w)
 {
     if (m->opt.exact) return KERN_AQ_NONE;

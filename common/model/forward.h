@@ -1,11 +1,12 @@
 /* model/forward.h - the model on one device: weights, layout, scratch, and the forward pass.
  *
- * Why      Prefill, decode and the operator's tools run the same pass; what differs is only which rows are
- *          in a batch. It knows layers, weights and batches, and nothing of roles, requests or sockets.
+ * Why      Prefill, decode and the operator's tools run the same pass; what differs is only which
+ *          rows are in a batch. It knows layers, weights and batches, and nothing of roles,
+ *          requests or sockets.
  * Owner    The engine thread (one at a time); nothing in here is shared.
  * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing (a capture may).
- *          The logits of a sequence are the same bits whatever the chunk size, the companions in the batch, the
- *          number of threads and the process it runs in.
+ *          The logits of a sequence are the same bits whatever the chunk size, the companions in
+ *          the batch, the number of threads and the process it runs in.
  * Source   The model's specification; docs/numerics.md.
  */
 #ifndef MODEL_FORWARD_H
@@ -51,11 +52,13 @@ struct kern_dev *model_peek_dev(struct model *m);
 /* What a capture is told of: name, and a [rows, width] array valid during the call only. */
 enum model_elem { MODEL_ELEM_F32, MODEL_ELEM_BF16, MODEL_ELEM_I32 };
 struct model_tap {
-    /* Names are the goldens': "hidden" [T, hc*D], "experts" "expert_weights" [T, k], "expert_margin" [T, 1],
-     * "index_scores" [T, entries], "index_selected" [T, sel_ld], "index_margin" [T, 1], and the compressors' rows
-     * "main.kv" "main.gate" "index.kv" "index.gate" [T, c*e] before the position bias; intermediates of a layer
-     * (trace files): "attn_collapsed", "attn_x", "qr", "q", "kv", "index_q", "index_weights", "o_raw", "o", "o_low",
-     * "attn_out", "streams_mid", "ffn_x", "routed_out", "shared_act", "shared_out", "ffn_out". */
+    /* Names are the goldens': "hidden" [T, hc*D], "experts" "expert_weights" [T, k],
+     * "expert_margin" [T, 1], "index_scores" [T, entries], "index_selected" [T, sel_ld],
+     * "index_margin" [T, 1], and the compressors' rows "main.kv" "main.gate" "index.kv"
+     * "index.gate" [T, c*e] before the position bias; intermediates of a layer (trace files):
+     * "attn_collapsed", "attn_x", "qr", "q", "kv", "index_q", "index_weights", "o_raw", "o",
+     * "o_low", "attn_out", "streams_mid", "ffn_x", "routed_out", "shared_act", "shared_out",
+     * "ffn_out". */
     void (*on_tensor)(void *ctx, int32_t layer, const char *name, enum model_elem elem,
                       const void *data, int64_t rows, int64_t width);
     void *ctx;
@@ -73,21 +76,22 @@ struct model_batch {
     int32_t n_logit_rows;
     float *logits;         /* [n_logit_rows, V] */
     struct model_tap *tap; /* NULL = none */
-    /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D], or from ids when
-     * first is 0; both 0 = all. */
+    /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D], or from
+     * ids when first is 0; both 0 = all. */
     int32_t first_layer, last_layer;
     const void *streams_in;
 };
 
-/* Runs the rows through all layers, appends to each sequence's pages and tail, gives logits. 0, TOW_EINVAL (batch
- * broken), TOW_EDEVICE. */
+/* Runs the rows through all layers, appends to each sequence's pages and tail, gives logits. 0,
+ * TOW_EINVAL (batch broken), TOW_EDEVICE. */
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err);
 
-/* The streams [T, hc, D] (act type) that leave the last layer of the last pass; borrowed until the next pass. */
+/* The streams [T, hc, D] (act type) that leave the last layer of the last pass;
+ * borrowed until the next pass. */
 const void *model_peek_streams(const struct model *m);
 
-/* MTP block 0 over the rows of the last pass, or of streams_in: b->ids are the *next* tokens; b->seqs say the same
- * rows and positions. Logits predict the token after next. */
+/* MTP block 0 over the rows of the last pass, or of streams_in: b->ids are the *next* tokens;
+ * b->seqs say the same rows and positions. Logits predict the token after next. */
 int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err);
 
 /* Tail header of a sequence: position reached. */

@@ -1,9 +1,10 @@
-/* How: map the file, parse the header with the strict JSON reader (which refuses repeated keys, also escaped ones),
- * check every tensor alone, then sort by offset and walk once: in a legal file each tensor begins where the one
- * before it ends. Names are copied so that the JSON tree can go; an open-addressing table finds them.
+/* How: map the file, parse the header with the strict JSON reader (which refuses repeated keys,
+ * also escaped ones), check every tensor alone, then sort by offset and walk once: in a legal file
+ * each tensor begins where the one before it ends. Names are copied so that the JSON tree can go;
+ * an open-addressing table finds them.
  *
- * The map is private and read-only. A file that shrinks later faults on use; maps are listed in a fixed table that
- * the SIGBUS handler can read without locks (see model_weights_guard).
+ * The map is private and read-only. A file that shrinks later faults on use; maps are listed in a
+ * fixed table that the SIGBUS handler can read without locks (see model_weights_guard).
  */
 #include "common/model/safetensors.h"
 
@@ -173,7 +174,8 @@ const struct model_tensor *model_safetensors_find(const struct model_safetensors
 
 /* ---- the header ---- */
 
-/* shape and data_offsets of one entry -> *t (name and dtype are set). data_bytes: length of the data part. */
+/* shape and data_offsets of one entry -> *t (name and dtype are set).
+ * data_bytes: length of the data part. */
 static int read_entry(struct model_safetensors *f, const struct json *entry, const uint8_t *data,
                       uint64_t data_bytes, struct model_tensor *t, struct tow_err *err)
 {
@@ -643,7 +645,8 @@ static void put_header(struct tow_buf *b, const struct model_safetensors_writer 
 int model_safetensors_writer_write(const struct model_safetensors_writer *w, const char *path,
                                    struct tow_err *err)
 {
-    /* A file appears whole or not at all; a device or a pipe (/dev/null) is written to and stays what it is. */
+    /* A file appears whole or not at all; a device or a pipe (/dev/null) is written to and stays
+     * what it is. */
     struct stat there;
     bool in_place = stat(path, &there) == 0 && !S_ISREG(there.st_mode);
     char tmp[4200];

@@ -1,7 +1,8 @@
 /* model/sample.c - see sample.h.
  *
- * Cuts (top_k, top_p, min_p) need tokens in falling order, but rarely many of them: a heap is built in O(V)
- * and popped until the cut is reached. A full sort of 129 K logits was rejected (milliseconds a token). */
+ * Cuts (top_k, top_p, min_p) need tokens in falling order, but rarely many of them: a heap is built
+ * in O(V) and popped until the cut is reached.
+ * A full sort of 129 K logits was rejected (milliseconds a token). */
 #include "common/model/sample.h"
 
 #include "common/base/err.h"
@@ -55,8 +56,8 @@ static void heap_build(int32_t *heap, int32_t n, const float *x)
     for (int32_t i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, x);
 }
 
-/* Removes and returns the best; the freed slot behind the heap receives it, so the popped ones end up
- * at heap[n-1], heap[n-2], ... in falling order. */
+/* Removes and returns the best; the freed slot behind the heap receives it, so the popped ones end
+ * up at heap[n-1], heap[n-2], ... in falling order. */
 static int32_t heap_pop(int32_t *heap, int32_t *n, const float *x)
 {
     int32_t top = heap[0];

@@ -1,10 +1,11 @@
 /* model/sample.h - from one row of logits to one token.
  *
- * Why      Prefill samples the first token and decode the rest; both must draw the same token from the same
- *          row, also when a lost stream is computed again elsewhere. So the random number is a function of
- *          (seed, output index) and nothing else is kept between steps.
- * Order    penalties, bias, then: temperature 0 takes the largest (ties: lowest id); else divide by the
- *          temperature, keep top_k, then the smallest set that reaches top_p, then those >= min_p * best, draw.
+ * Why      Prefill samples the first token and decode the rest; both must draw the same token from
+ *          the same row, also when a lost stream is computed again elsewhere. So the random number
+ *          is a function of (seed, output index) and nothing else is kept between steps.
+ * Order    penalties, bias, then: temperature 0 takes the largest (ties: lowest id); else divide by
+ *          the temperature, keep top_k, then the smallest set that reaches top_p, then those >=
+ *          min_p * best, draw.
  * Logprobs are of the model's own distribution: before penalties, bias, temperature and cuts.
  * Threads  [any thread]; all memory is the caller's.
  */
@@ -28,7 +29,8 @@ struct model_sampling {
     float presence_penalty;  /* subtracted once if the token was generated before */
     float frequency_penalty; /* subtracted per earlier occurrence in the output */
     float
-        repetition_penalty; /* of a token generated before: logit / p if positive, else * p; 0 or 1 = off */
+        /* of a token generated before: logit / p if positive, else * p; 0 or 1 = off */
+        repetition_penalty;
     uint64_t seed;
     int32_t n_logprobs;            /* -1 = none, else 0 .. MODEL_MAX_LOGPROBS alternatives */
     const struct model_bias *bias; /* borrowed; [n_bias] */
@@ -46,9 +48,10 @@ struct model_choice {
 /* Scratch bytes for rows of V logits. */
 int64_t model_sample_scratch(int32_t V);
 
-/* logits [V]; output: the n_output ids generated so far (for penalties); index: number of the token drawn in
- * the whole answer, counted from 0. scratch: model_sample_scratch(V) bytes, 8-byte aligned. TOW_ENUMERIC when the row
- * holds NaN or nothing above -inf. +inf wins over all finite values. */
+/* logits [V]; output: the n_output ids generated so far (for penalties); index: number of the token
+ * drawn in the whole answer, counted from 0. scratch: model_sample_scratch(V) bytes, 8-byte
+ * aligned. TOW_ENUMERIC when the row holds NaN or nothing above -inf.
+ * +inf wins over all finite values. */
 int model_sample(const float *logits, int32_t V, const struct model_sampling *p,
                  const int32_t *output, int32_t n_output, uint64_t index, void *scratch,
                  struct model_choice *out);

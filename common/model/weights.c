@@ -1,12 +1,14 @@
-/* How: one walk over the model's tensors, layer by layer. Each is asked for by its native name; want() finds it under
- * that name or its Hugging Face one, counts it, and marks it used. A tensor that is not there is noted and the walk
- * goes on, so that the message can say how many are missing; the first wrong type, shape or scale ends it.
+/* How: one walk over the model's tensors, layer by layer. Each is asked for by its native name;
+ * want() finds it under that name or its Hugging Face one, counts it, and marks it used. A tensor
+ * that is not there is noted and the walk goes on, so that the message can say how many are
+ * missing; the first wrong type, shape or scale ends it.
  *
- * What a role may be stored as follows from config.json, not from what is found: a plain tensor where fp8 belongs
- * means that the file is not what the config says, and would decode to noise in another loader too.
+ * What a role may be stored as follows from config.json, not from what is found: a plain tensor
+ * where fp8 belongs means that the file is not what the config says, and would decode to noise in
+ * another loader too.
  *
- * Rejected: reading all weights once to check them (NaN in data is left to the maths); scales are read, because one bad
- * scale spoils a whole block and only for some prompts.
+ * Rejected: reading all weights once to check them (NaN in data is left to the maths); scales are
+ * read, because one bad scale spoils a whole block and only for some prompts.
  */
 #include "common/model/weights.h"
 
@@ -171,7 +173,8 @@ static void note_missing(struct loader *l, const char *name)
         tow_buf_printf(&l->missing, "%s%s", l->missing.len ? ", " : "", name);
 }
 
-/* The tensor of that native name, counted as expected; NULL when it is missing or something failed before. */
+/* The tensor of that native name, counted as expected;
+ * NULL when it is missing or something failed before. */
 static const struct model_tensor *want(struct loader *l, const char *native)
 {
     if (l->rc < 0) return NULL;
@@ -392,7 +395,8 @@ static void plain(struct loader *l, struct kern_weight *w, int32_t n, int32_t k,
 
 /* ---- scales ---- */
 
-/* Block scales of an fp8 matrix; n_dims, dims: of the scale tensor. Sets scale, sfmt and scale_row_bytes of *w. */
+/* Block scales of an fp8 matrix; n_dims, dims: of the scale tensor.
+ * Sets scale, sfmt and scale_row_bytes of *w. */
 static bool block_scales(struct loader *l, struct kern_weight *w, const struct model_tensor *t,
                          int n_dims, const int64_t *dims)
 {
@@ -414,7 +418,8 @@ static bool block_scales(struct loader *l, struct kern_weight *w, const struct m
     return l->rc == 0;
 }
 
-/* Scales of an fp4 matrix, one per 32: F32 ones are turned into ue8m0, which only powers of two survive. */
+/* Scales of an fp4 matrix, one per 32: F32 ones are turned into ue8m0,
+ * which only powers of two survive. */
 static bool group_scales(struct loader *l, struct kern_weight *w, const struct model_tensor *t,
                          int n_dims, const int64_t *dims)
 {
@@ -426,7 +431,8 @@ static bool group_scales(struct loader *l, struct kern_weight *w, const struct m
     for (size_t i = 0; i < n; i++) {
         uint32_t bits;
         memcpy(&bits, (const char *)t->data + i * 4, 4);
-        /* Code b stands for 2^(b-127), the biased exponent itself; code 0 for the subnormal 2^-127. */
+        /* Code b stands for 2^(b-127), the biased exponent itself;
+         * code 0 for the subnormal 2^-127. */
         if ((bits & 0x7fffff) == 0)
             out[i] = (uint8_t)(bits >> 23);
         else if (bits == 0x00400000)
@@ -535,8 +541,8 @@ static enum text_expert_form form_of(const struct loader *l, const struct model_
     return t && is_nibbles(t->dtype) ? TEXT_EXPERTS_MXFP4 : TEXT_EXPERTS_PLAIN;
 }
 
-/* The second scale of NVFP4, or the input scale: one number per matrix; in a stack one per member, which then serves
- * gate and up alike, or one for each half, or one for all. */
+/* The second scale of NVFP4, or the input scale: one number per matrix; in a stack one per member,
+ * which then serves gate and up alike, or one for each half, or one for all. */
 static float one_scale(struct loader *l, const struct model_tensor *t, const struct stack *s,
                        int64_t member, int half)
 {
@@ -646,7 +652,8 @@ static struct kern_weight expert_view(struct loader *l, const struct kern_weight
     return w;
 }
 
-/* Asks for the scales that belong to a weight called `prefix`; sep: what stands between it and the part's name. */
+/* Asks for the scales that belong to a weight called `prefix`;
+ * sep: what stands between it and the part's name. */
 static void want_scales(struct loader *l, struct stack *s, const char *prefix)
 {
     switch (form_of(l, s->weight)) {

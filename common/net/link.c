@@ -19,9 +19,9 @@
  *          always sleeps. UCX 1.12 could leave the descriptor signalled for ever: after EMPTY_MAX
  *          wake-ups in a row that brought nothing, it is looked at only once a millisecond.
  *
- * Places   Shared memory reaches from one network namespace into another, its wake-ups do not (they are
- *          abstract sockets, which end at the namespace), so a sleeping peer would never hear. The
- *          address we hand out therefore says which namespace we are in and holds UCX's address
+ * Places   Shared memory reaches from one network namespace into another, its wake-ups do not (they
+ *          are abstract sockets, which end at the namespace), so a sleeping peer would never hear.
+ *          The address we hand out therefore says which namespace we are in and holds UCX's address
  *          twice, whole and with network devices only; net_ep_open() takes the one that fits.
  *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
@@ -171,8 +171,8 @@ static void note_init(struct note *n, enum note_kind kind)
 /* --- opening and closing ---------------------------------------------------------------------- */
 
 /* By the environment, because that is where transports look for their settings in all versions
- * (ucp_config_modify() reaches them only in later ones). Settings of UCX as a whole were read before
- * main(); in the environment they would come too late, and be complained of as unused. */
+ * (ucp_config_modify() reaches them only in later ones). Settings of UCX as a whole were read
+ * before main(); in the environment they would come too late, and be complained of as unused. */
 void net_link_setup(void)
 {
     static const char *const settings[][2] = {{"UCX_POSIX_ERROR_HANDLING", "y"},

@@ -1,8 +1,9 @@
 /* net/listen.c - see listen.h.
  *
- * How      A connection is turned away through a handle that is always there. While that one is still closing,
- *          the next client to be turned away waits inside libuv, which announces no other meanwhile; once
- *          the handle is free, that client is announced again, when there may be memory for it.
+ * How      A connection is turned away through a handle that is always there. While that one is
+ *          still closing, the next client to be turned away waits inside libuv, which announces no
+ *          other meanwhile; once the handle is free, that client is announced again, when there may
+ *          be memory for it.
  */
 #include "common/net/listen.h"
 

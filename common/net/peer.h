@@ -59,8 +59,9 @@ int net_peer_hello(struct net_peer *p, const struct net_peer_hello *theirs,
 /* Anything at all arrived. */
 enum net_peer_change net_peer_heard(struct net_peer *p, uint64_t now_ms);
 enum net_peer_change net_peer_tick(struct net_peer *p, uint64_t now_ms);
-/* The rule behind SUSPECT and DEAD, for whoever keeps times of its own: `missed` heartbeats in a row have
- * not come. One counts as missed when it is late by a whole period: the n-th after n + 1 periods. */
+/* The rule behind SUSPECT and DEAD, for whoever keeps times of its own: `missed` heartbeats in a
+ * row have not come. One counts as missed when it is late by a whole period: the n-th after n +
+ * 1 periods. */
 bool net_peer_missed(uint64_t heard_ms, uint32_t heartbeat_ms, unsigned missed, uint64_t now_ms);
 enum net_peer_change net_peer_closed(struct net_peer *p); /* SAME if it was dead already */
 /* When net_peer_tick() could change something next; UINT64_MAX when dead. */

@@ -7,7 +7,8 @@
 
 enum { STATUS_BYTES = 200 };
 
-/* status comes first on its line: a line end in it would start another assignment, so it is cut there. */
+/* status comes first on its line: a line end in it would start another assignment,
+ * so it is cut there. */
 static int status_len(const char *status)
 {
     int n = 0;

@@ -8,8 +8,8 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
-/* UCX_TLS is a list of transports, or with ^ in front of those left out; `all`, `shm`, `sm` and `mm` are
- * groups that hold both kinds. */
+/* UCX_TLS is a list of transports, or with ^ in front of those left out; `all`, `shm`, `sm` and
+ * `mm` are groups that hold both kinds. */
 static bool may_use(const char *kind)
 {
     const char *list = getenv("UCX_TLS");

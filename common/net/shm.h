@@ -1,7 +1,7 @@
 /* net/shm.h - how much shared memory the system grants, for a clear word when UCX finds too little.
  *
- * Why      UCX says which call failed, not what to do about it; and a pool that fits into no shared memory
- *          is quietly made of private memory, which no neighbour can read.
+ * Why      UCX says which call failed, not what to do about it; and a pool that fits into no shared
+ *          memory is quietly made of private memory, which no neighbour can read.
  * Owner    Nobody; it looks and remembers nothing.
  */
 #ifndef TOW_NET_SHM_H

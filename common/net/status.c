@@ -1,8 +1,9 @@
 /* net/status.c - the smallest HTTP server that a probe and a scraper can talk to.
  *
- * How      Read until the blank line, answer once, close. The request head lives in the connection (4
- *          KiB); one timer per connection bounds the whole exchange, however it drips.
- * Rejected The router's HTTP code: it is made for bodies, streams and keep-alive, and lives in a program.
+ * How      Read until the blank line, answer once, close. The request head lives in the connection
+ *          (4 KiB); one timer per connection bounds the whole exchange, however it drips.
+ * Rejected The router's HTTP code: it is made for bodies, streams and keep-alive, and lives in a
+ *          program.
  */
 #include "common/net/status.h"
 
@@ -157,7 +158,8 @@ static bool is_token(const char *s, size_t n)
     return n > 0;
 }
 
-/* Every field line is name ":" value; a folded line or a body is refused, and so is a second Host. */
+/* Every field line is name ":" value; a folded line or a body is refused,
+ * and so is a second Host. */
 static bool fields_ok(const char *p, const char *end, bool needs_host)
 {
     int hosts = 0;

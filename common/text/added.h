@@ -22,7 +22,8 @@ struct text_added {
     uint32_t first[256]; /* node of each first byte, 0 for none */
 };
 
-/* All-zero is an empty set. content is 1 to TEXT_ADDED_MAX_LEN bytes; TOW_EINVAL when it is there. */
+/* All-zero is an empty set. content is 1 to TEXT_ADDED_MAX_LEN bytes;
+ * TOW_EINVAL when it is there. */
 int text_added_put(struct text_added *a, const char *content, size_t len, text_id id,
                    struct tow_err *err);
 void text_added_fini(struct text_added *a);

@@ -1,8 +1,8 @@
 /* text/chat.h - a conversation to the model's prompt, and the model's output back to a message.
  *
- * Why      The format lives in the code of the model's release, not in a template; every byte counts.
- *          Encoding follows the release byte for byte. Parsing has two forms: a stream parser that
- *          takes whatever a model writes, and the release's strict one.
+ * Why      The format lives in the code of the model's release, not in a template; every byte
+ *          counts. Encoding follows the release byte for byte. Parsing has two forms: a stream
+ *          parser that takes whatever a model writes, and the release's strict one.
  * Rules    docs/chat.md: what a malformed call becomes, where reasoning goes, how a tool is forced.
  * Safety   A prompt is a list of segments. Only what the format itself writes may become control
  *          tokens; everything a caller sent is ordinary text, whatever it spells.
@@ -61,8 +61,8 @@ struct text_chat_options {
  * auto. tool_name is borrowed from the value. */
 int text_chat_set_tool_choice(struct text_chat_options *o, const struct json *value,
                               struct tow_err *err);
-/* "high" and "max" as the release knows them. NULL is none, and so are, unless as_release is set, the
- * names of other APIs: none, minimal, low, medium. Anything else is TOW_EINVAL. */
+/* "high" and "max" as the release knows them. NULL is none, and so are, unless as_release is set,
+ * the names of other APIs: none, minimal, low, medium. Anything else is TOW_EINVAL. */
 int text_chat_set_effort(struct text_chat_options *o, const char *name, struct tow_err *err);
 
 /* What the model is to write next, taken from the prompt that was really built. */
@@ -107,8 +107,8 @@ typedef void (*text_chat_on_event)(void *arg, const struct text_chat_event *ev);
 
 struct text_chat_parser; /* one per answer */
 
-/* tools (borrowed, may be NULL) are the request's; they only decide whether a wrapper parameter named
- * "arguments" or "input" is taken off. Starts as the prompt says, forced text included. */
+/* tools (borrowed, may be NULL) are the request's; they only decide whether a wrapper parameter
+ * named "arguments" or "input" is taken off. Starts as the prompt says, forced text included. */
 int text_chat_parser_new(struct text_chat_parser **out, const struct text_chat_prompt *prompt,
                          const struct json *tools, struct tow_err *err);
 /* The same by hand: for tests and for text that has no prompt of ours. */
@@ -116,8 +116,8 @@ int text_chat_parser_open(struct text_chat_parser **out, enum text_chat_start st
                           const struct json *tools, struct tow_err *err);
 void text_chat_parser_free(struct text_chat_parser *p); /* NULL is fine */
 
-/* Takes whole characters, any number; calls on_event for what is certain. The sum of the events does
- * not depend on how the text was split. 0 or TOW_ENOMEM. */
+/* Takes whole characters, any number; calls on_event for what is certain. The sum of the events
+ * does not depend on how the text was split. 0 or TOW_ENOMEM. */
 int text_chat_parser_feed(struct text_chat_parser *p, const char *text, size_t len,
                           text_chat_on_event on_event, void *arg);
 /* The end. whole: the model ended its turn (EOS). Otherwise it was cut (length, stop string). */
@@ -144,8 +144,8 @@ void text_chat_message_fini(struct text_chat_message *m);
 /* A text_chat_on_event that gathers the events; arg is the message. */
 void text_chat_message_add(void *arg, const struct text_chat_event *ev);
 
-/* The release's own parser: text with its EOS. TOW_EFORMAT, with the byte offset, for anything it does
- * not accept. Arguments flagged as JSON are copied unchecked. m must be initialised. */
+/* The release's own parser: text with its EOS. TOW_EFORMAT, with the byte offset, for anything it
+ * does not accept. Arguments flagged as JSON are copied unchecked. m must be initialised. */
 int text_chat_parse_strict(struct text_chat_message *m, const char *text, size_t len, bool thinking,
                            struct tow_err *err);
 

@@ -5,9 +5,9 @@
  *   drop()    reasoning and developer messages before the last user turn go
  *   render()  what is left, as control and plain segments
  *
- * Messages stay where they are in the JSON tree; the steps work on small records beside it, in an arena
- * that lives for the call. All steps are linear in the messages but for sorting. A template engine was
- * rejected: the rules do not fit one, and the release has none.
+ * Messages stay where they are in the JSON tree; the steps work on small records beside it, in an
+ * arena that lives for the call. All steps are linear in the messages but for sorting. A template
+ * engine was rejected: the rules do not fit one, and the release has none.
  */
 #include "common/text/chat.h"
 #include "common/text/chat_texts.h"

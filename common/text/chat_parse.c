@@ -6,13 +6,13 @@
  *                                               |
  *                              not a block of calls: back, all of it as text, and no more calls
  *
- * In the two text states `pend` holds only what cannot be decided yet: a beginning of a marker, and blanks
- * that may belong to the opening of a block. In BLOCK it holds the block from its first blank on; the
- * block is read in one pass (`at`, `look` never go back) and is all or nothing: its calls are given out
- * when it is closed, so a fault in it, wherever it stands, leaves no call half-told. Everything depends on
- * the bytes alone, never on how they were split, because nothing is decided before the bytes that decide
- * it are there. Giving out each call as it ends was rejected: a block that breaks later would have run in
- * part.
+ * In the two text states `pend` holds only what cannot be decided yet: a beginning of a marker, and
+ * blanks that may belong to the opening of a block. In BLOCK it holds the block from its first
+ * blank on; the block is read in one pass (`at`, `look` never go back) and is all or nothing: its
+ * calls are given out when it is closed, so a fault in it, wherever it stands, leaves no call
+ * half-told. Everything depends on the bytes alone, never on how they were split, because nothing
+ * is decided before the bytes that decide it are there. Giving out each call as it ends was
+ * rejected: a block that breaks later would have run in part.
  */
 #include "common/text/chat.h"
 
@@ -221,8 +221,9 @@ static const struct json *properties(const struct text_chat_parser *p, const str
     return NULL;
 }
 
-/* Models at times put all arguments into one parameter "arguments" or "input". True when this is such a
- * wrapper: the only parameter, an object, and the schema has properties but none of that name. */
+/* Models at times put all arguments into one parameter "arguments" or "input". True when this is
+ * such a wrapper: the only parameter, an object, and the schema has properties but none of that
+ * name. */
 static bool is_wrapper(const struct text_chat_parser *p, const struct tow_buf *name)
 {
     if (p->n_params != 1) return false;

@@ -1,8 +1,8 @@
 /* text/chat_strict.c - the release's own parser of a whole completion; see chat.h.
  *
- * It accepts exactly what the model was trained to write and refuses the rest, so it is what goldens and
- * evaluations use. Serving uses the stream parser of chat_parse.c, which never fails. Both are
- * kept because their answers to faulty text differ on purpose.
+ * It accepts exactly what the model was trained to write and refuses the rest, so it is what
+ * goldens and evaluations use. Serving uses the stream parser of chat_parse.c, which never fails.
+ * Both are kept because their answers to faulty text differ on purpose.
  */
 #include "common/text/chat.h"
 

@@ -1,9 +1,9 @@
-/* How: one strict JSON parse, then one table row per plain number (names in both forms, range, default), then the
- * fields that are more than a number, then the rules that tie fields together. Numbers are never taken from
- * strings, and a whole number must be written as one.
+/* How: one strict JSON parse, then one table row per plain number (names in both forms, range,
+ * default), then the fields that are more than a number, then the rules that tie fields together.
+ * Numbers are never taken from strings, and a whole number must be written as one.
  *
- * Rejected: taking defaults for the sizes of the release when a field is missing. A config that lost a line would
- * then load as another model.
+ * Rejected: taking defaults for the sizes of the release when a field is missing. A config that
+ * lost a line would then load as another model.
  */
 #include "common/text/config.h"
 

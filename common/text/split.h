@@ -47,9 +47,9 @@ void text_split_scratch_free(struct text_split_scratch *w); /* NULL is fine */
 /* Called for each piece, in order; begin < end are offsets into the text. Not 0 stops the run. */
 typedef int (*text_split_on_piece)(void *ctx, size_t begin, size_t end, struct tow_err *err);
 
-/* Cuts text[begin..end), which must be valid UTF-8 (and has its stand-ins, text/unicode.h, if the pieces are to
- * be those of the reference). The pieces'
- * offsets are into text. *n_matches grows by the searches made. */
+/* Cuts text[begin..end), which must be valid UTF-8 (and has its stand-ins, text/unicode.h, if the
+ * pieces are to be those of the reference). The pieces' offsets are into text. *n_matches grows
+ * by the searches made. */
 int text_split_run(const struct text_split *s, struct text_split_scratch *w, const char *text,
                    size_t begin, size_t end, text_split_on_piece on_piece, void *ctx,
                    uint64_t *n_matches, struct tow_err *err);

@@ -837,7 +837,8 @@ static int encode_stretch(struct encoder *e, int k, size_t begin, size_t end)
 
 /* ---- the whole ---- */
 
-/* Joins the segments (*joined is set when that takes memory) and notes where added tokens may be. */
+/* Joins the segments (*joined is set when that takes memory) and notes where added tokens may
+ * be. */
 static int take_segments(struct encoder *e, const struct text_segment *segs, size_t n_segs,
                          char **joined)
 {

@@ -12,7 +12,8 @@
 
 #include <stdint.h>
 
-/* The character to show for cp, of the same UTF-8 length, or 0 when cp itself will do. [any thread] */
+/* The character to show for cp, of the same UTF-8 length, or 0 when cp itself will do.
+ * [any thread] */
 uint32_t text_unicode_standin(uint32_t cp);
 
 #endif

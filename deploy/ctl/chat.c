@@ -1,5 +1,6 @@
-/* ctl/chat.c - see chat.h. The answer goes to stdout as it comes; reasoning, figures and errors go to stderr, so that
- * what is piped on is the answer alone. A turn that failed is taken out of the conversation again. */
+/* ctl/chat.c - see chat.h. The answer goes to stdout as it comes; reasoning, figures and errors go
+ * to stderr, so that what is piped on is the answer alone.
+ * A turn that failed is taken out of the conversation again. */
 #include "deploy/ctl/chat.h"
 
 #include "common/base/clock.h"

@@ -1,4 +1,5 @@
-/* ctl/client.h - what the subcommands that talk to a router share: its address, its key, its errors. */
+/* ctl/client.h - what the subcommands that talk to a router share: its address, its key,
+ * its errors. */
 #ifndef CTL_CLIENT_H
 #define CTL_CLIENT_H
 
@@ -41,12 +42,13 @@ void ctl_client_close(struct ctl_client *c);
 /* An answer that is not 2xx as an error: "URL: POST /x: 401: message of the server". */
 int ctl_client_refused(const struct ctl_client *c, const char *method, const char *path,
                        const struct ctl_reply *reply, struct tow_err *err);
-/* One call; a status outside 2xx and also_ok (0 = none) is an error, a body that is not JSON too. Caller frees *out
- * with json_free(). */
+/* One call; a status outside 2xx and also_ok (0 = none) is an error, a body that is not JSON too.
+ * Caller frees *out with json_free(). */
 int ctl_client_json(const struct ctl_client *c, const char *method, const char *path, int also_ok,
                     struct json **out, int *status, struct tow_err *err);
 
-/* Appends text with control characters shown as '?', except tab and line feed: it goes to a terminal. */
+/* Appends text with control characters shown as '?',
+ * except tab and line feed: it goes to a terminal. */
 void ctl_put_clean(struct tow_buf *out, const char *text, size_t n);
 
 #endif

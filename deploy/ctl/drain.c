@@ -1,5 +1,6 @@
-/* ctl/drain.c - see drain.h. The router's list is asked twice a second: a draining worker finishes its sequences, says
- * BYE and exits, and is then no longer in the list, or in it with another incarnation once it was started again. */
+/* ctl/drain.c - see drain.h. The router's list is asked twice a second: a draining worker finishes
+ * its sequences, says BYE and exits, and is then no longer in the list, or in it with another
+ * incarnation once it was started again. */
 #include "deploy/ctl/drain.h"
 
 #include "common/base/clock.h"

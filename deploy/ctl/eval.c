@@ -1,5 +1,5 @@
-/* ctl/eval.c - see eval.h. The prompt runs in chunks through one sequence of a small page pool of its own; captures
- * are collected by a tap; then MTP, hand-over and the greedy steps. */
+/* ctl/eval.c - see eval.h. The prompt runs in chunks through one sequence of a small page pool of
+ * its own; captures are collected by a tap; then MTP, hand-over and the greedy steps. */
 #include "deploy/ctl/eval.h"
 
 #include "common/base/err.h"
@@ -168,7 +168,8 @@ static int make_pool(struct run *r, uint8_t **pages, uint8_t **tails, struct kv_
     return rc;
 }
 
-/* As prefill to decode: every page and the tail into another pool whose free lists differ, digests checked. */
+/* As prefill to decode: every page and the tail into another pool whose free lists differ,
+ * digests checked. */
 static int hand_over(struct run *r, struct tow_err *err)
 {
     uint8_t *pages = NULL, *tails = NULL;
@@ -549,7 +550,8 @@ static void put_compressor(struct run *r, int *rc, struct tow_err *err, int32_t 
     put(r, rc, err, MODEL_DT_F32, kv, DIMS(pending, width), "state.%d.%s.pending_kv", at, nm);
     put(r, rc, err, MODEL_DT_F32, gate, DIMS(pending, width), "state.%d.%s.pending_score", at, nm);
     if (!kern_kv_overlaps(ratio) || n == 0) return;
-    /* State order: kv rows, score rows [ratio-1][2e] each, then the previous group's halves (kv_layout.h). */
+    /* State order: kv rows, score rows [ratio-1][2e] each,
+     * then the previous group's halves (kv_layout.h). */
     const float *st = (const float *)(const void *)(kv_pool_tail(r->pool, r->table.tail) +
                                                     (index ? l->istate_off : l->mstate_off));
     const float *prev = st + 2 * (int64_t)(ratio - 1) * 2 * e;
@@ -634,7 +636,8 @@ int ctl_eval_run(const struct ctl_eval *e, struct tow_err *err)
 {
     struct run r = {.e = e};
     kv_table_init(&r.table);
-    /* Whether there is an MTP block is known only once the checkpoint is read: try with, fall back without. */
+    /* Whether there is an MTP block is known only once the checkpoint is read: try with,
+     * fall back without. */
     struct text_config *cfg = malloc(sizeof *cfg);
     if (!cfg) return tow_fail(err, TOW_ENOMEM, "eval: no memory");
     int rc = text_config_load(cfg, e->model_dir, err);

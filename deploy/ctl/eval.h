@@ -1,7 +1,9 @@
-/* ctl/eval.h - `towpath-ctl eval`: the engine in this process, on token ids, with everything it computes dumped.
+/* ctl/eval.h - `towpath-ctl eval`: the engine in this process, on token ids, with everything it
+ * computes dumped.
  *
- * Why      It is how anyone outside checks the engine: input and output are safetensors with the names, shapes and
- *          types of the golden files (tests/golden/data/README.md), so a golden file is itself a valid input.
+ * Why      It is how anyone outside checks the engine: input and output are safetensors with the
+ *          names, shapes and types of the golden files (tests/golden/data/README.md), so a golden
+ *          file is itself a valid input.
  */
 #ifndef CTL_EVAL_H
 #define CTL_EVAL_H

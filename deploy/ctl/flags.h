@@ -1,6 +1,7 @@
 /* ctl/flags.h - how every subcommand reads its settings.
  *
- * Why      This program has a table for each subcommand, and all of them answer --help and --check-config alike.
+ * Why      This program has a table for each subcommand, and all of them answer --help and
+ *          --check-config alike.
  */
 #ifndef CTL_FLAGS_H
 #define CTL_FLAGS_H
@@ -13,11 +14,12 @@ struct tow_err;
 enum {
     CTL_FLAGS_DONE = 0, /* --help was printed */
     CTL_FLAGS_RUN,
-    CTL_FLAGS_CHECK, /* --check-config: make the checks that need no server and no model, then exit 0 */
+    /* --check-config: make the checks that need no server and no model, then exit 0 */
+    CTL_FLAGS_CHECK,
 };
 
-/* Fills the table's values from flags, environment and --config. CTL_FLAGS_* or TOW_E*. The caller frees *out with
- * tow_opts_free() after every outcome. */
+/* Fills the table's values from flags, environment and --config. CTL_FLAGS_* or TOW_E*. The caller
+ * frees *out with tow_opts_free() after every outcome. */
 int ctl_flags_read(struct tow_opts **out, const struct tow_opts_spec *spec, int argc, char **argv,
                    struct tow_err *err);
 

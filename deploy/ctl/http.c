@@ -1,5 +1,5 @@
-/* ctl/http.c - see http.h. Sockets do not block; every wait is a poll with the timeout. One connection per call:
- * keeping it would save nothing that an operator could see. */
+/* ctl/http.c - see http.h. Sockets do not block; every wait is a poll with the timeout. One
+ * connection per call: keeping it would save nothing that an operator could see. */
 #include "deploy/ctl/http.h"
 
 #include "common/base/clock.h"

@@ -1,8 +1,9 @@
 /* ctl/http.h - one HTTP/1.1 request to one server over a blocking connection of its own.
  *
- * Why      The operator's tool talks to the router the way any client does; it needs no more than this.
- * Bounds   Heads and lines as in http_parse.h; a collected body CTL_HTTP_MAX_REPLY bytes; each wait for the server
- *          (to connect, to take our bytes, to send the next ones) timeout_ms.
+ * Why      The operator's tool talks to the router the way any client does;
+ *          it needs no more than this.
+ * Bounds   Heads and lines as in http_parse.h; a collected body CTL_HTTP_MAX_REPLY bytes; each wait
+ *          for the server (to connect, to take our bytes, to send the next ones) timeout_ms.
  * Errors   One line that begins with the server's URL.
  */
 #ifndef CTL_HTTP_H
@@ -39,9 +40,10 @@ struct ctl_reply {
     struct tow_buf body;  /* owned; what on_body did not take */
 };
 
-/* Sends method and path (already encoded) with a JSON body, or none when body is NULL, and reads the answer. on_body
- * (NULL: none) gets the body of a 2xx event stream; everything else is collected. reply is set also on failure and
- * freed with ctl_reply_fini(). 0 means an answer came whole, whatever its status. */
+/* Sends method and path (already encoded) with a JSON body, or none when body is NULL, and reads
+ * the answer. on_body (NULL: none) gets the body of a 2xx event stream; everything else is
+ * collected. reply is set also on failure and freed with ctl_reply_fini(). 0 means an answer
+ * came whole, whatever its status. */
 int ctl_http_call(const struct ctl_server *s, const char *method, const char *path,
                   const struct tow_buf *body, ctl_http_on_body on_body, void *ctx,
                   struct ctl_reply *reply, struct tow_err *err);

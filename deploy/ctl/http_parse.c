@@ -1,5 +1,5 @@
-/* ctl/http_parse.c - see http_parse.h. A line is looked at only when its line end is there; CRLF and a bare LF both
- * end one, since a client has nothing to lose by that. */
+/* ctl/http_parse.c - see http_parse.h. A line is looked at only when its line end is there; CRLF
+ * and a bare LF both end one, since a client has nothing to lose by that. */
 #include "deploy/ctl/http_parse.h"
 
 #include <string.h>

@@ -1,10 +1,12 @@
 /* ctl/http_parse.h - HTTP/1.1 responses out of bytes: resumable, bounded, no I/O, no allocation.
  *
- * Use      Call ctl_http_next() with all bytes not yet used, drop *used of them, act on the event, call again; on
- *          MORE come back with more bytes behind the same ones. How the bytes were split never changes what
- *          comes out. When the server has closed, ctl_http_closed() says whether that was an end.
- * Rules    Content-Length, chunked, or until close. Two lengths, a length beside chunking, and other codings are
- *          refused: where the body ends must not be a guess. Informational responses (1xx) are skipped.
+ * Use      Call ctl_http_next() with all bytes not yet used, drop *used of them, act on the event,
+ *          call again; on MORE come back with more bytes behind the same ones. How the bytes were
+ *          split never changes what comes out. When the server has closed, ctl_http_closed() says
+ *          whether that was an end.
+ * Rules    Content-Length, chunked, or until close. Two lengths, a length beside chunking, and
+ *          other codings are refused: where the body ends must not be a guess.
+ *          Informational responses (1xx) are skipped.
  */
 #ifndef CTL_HTTP_PARSE_H
 #define CTL_HTTP_PARSE_H

@@ -1,4 +1,5 @@
-/* ctl/sse.c - see sse.h. An event whose closing empty line never came is dropped, as the format says. */
+/* ctl/sse.c - see sse.h. An event whose closing empty line never came is dropped,
+ * as the format says. */
 #include "deploy/ctl/sse.h"
 
 #include "common/base/err.h"

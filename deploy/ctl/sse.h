@@ -1,7 +1,8 @@
 /* ctl/sse.h - server-sent events out of bytes: the `data` of each event, whole.
  *
- * Holds    How the bytes were split never changes what comes out. Lines end with LF, CR or CRLF; the data lines of
- *          an event are joined with LF; comments and other fields mean nothing here.
+ * Holds    How the bytes were split never changes what comes out. Lines end with LF, CR or CRLF;
+ *          the data lines of an event are joined with LF;
+ *          comments and other fields mean nothing here.
  */
 #ifndef CTL_SSE_H
 #define CTL_SSE_H

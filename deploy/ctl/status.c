@@ -1,4 +1,5 @@
-/* ctl/status.c - see status.h. Columns of load are found by looking: a router that tells more shows more. */
+/* ctl/status.c - see status.h. Columns of load are found by looking: a router that tells more
+ * shows more. */
 #include "deploy/ctl/status.h"
 
 #include "common/base/err.h"

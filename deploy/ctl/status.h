@@ -10,8 +10,8 @@ struct tow_buf;
 /* Exit status: 0 serving, 2 alive but not serving, 1 for everything else. */
 int ctl_status_main(int argc, char **argv);
 
-/* The workers' list as a table: name, role, state and load; with all, whatever else the router tells of them,
- * objects inside one taken apart as "capacity.pages". */
+/* The workers' list as a table: name, role, state and load; with all, whatever else the router
+ * tells of them, objects inside one taken apart as "capacity.pages". */
 void ctl_status_table(const struct json *workers, bool all, struct tow_buf *out);
 
 /* One line per link: who to whom, the proof, and what rides on it. */

@@ -1,9 +1,10 @@
 /* kernels/attn/attention_cpu.c - attention of each row over its window and its compressed entries.
  *
- * A part is one row and a group of heads. Keys come in blocks of 64 in their fixed order (window ascending,
- * then entries ascending) and are dequantized to floats. Two passes: the first finds each head's maximum, the
- * second forms the weights against it and adds the weighted keys; weights are rounded, so the maximum must be final before.
- * The scores of the first pass are kept while they fit, else computed again: scratch does not grow with the context.
+ * A part is one row and a group of heads. Keys come in blocks of 64 in their fixed order (window
+ * ascending, then entries ascending) and are dequantized to floats. Two passes: the first finds
+ * each head's maximum, the second forms the weights against it and adds the weighted keys; weights
+ * are rounded, so the maximum must be final before. The scores of the first pass are kept while
+ * they fit, else computed again: scratch does not grow with the context.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
@@ -72,7 +73,8 @@ static void load_keys(const struct job *j, const struct keys *ks, int64_t k0, in
     }
 }
 
-/* o[h][c] += sum over keys, ascending, of w[h][k] * key[k][c], for nh heads and nc vectors of columns. */
+/* o[h][c] += sum over keys, ascending, of w[h][k] * key[k][c],
+ * for nh heads and nc vectors of columns. */
 V_INLINE void add_tile(const float *w, int64_t ld_w, const float *keys, int64_t n, int64_t ld,
                        float *o, int64_t ld_o, const int nh, const int nc)
 {

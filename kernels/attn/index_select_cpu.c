@@ -1,10 +1,11 @@
 /* kernels/attn/index_select_cpu.c - scores the visible entries of each row and keeps the best.
  *
- * Rows are taken in blocks of one sequence, blocks in batches whose scores fit a fixed budget. Round one, per
- * block and run of 64 entries: the keys are dequantized once for all rows of the block and turned into
- * columns, so that sixteen entries are summed side by side over the key's width (k ascending, one chain each). Round two, per row: the
- * k-th highest score is found by counting digits of the order-preserving integer form of the floats (exact,
- * whatever the values), then one ascending scan takes what is above it and the lowest-numbered of its equals.
+ * Rows are taken in blocks of one sequence, blocks in batches whose scores fit a fixed budget.
+ * Round one, per block and run of 64 entries: the keys are dequantized once for all rows of the
+ * block and turned into columns, so that sixteen entries are summed side by side over the key's
+ * width (k ascending, one chain each). Round two, per row: the k-th highest score is found by
+ * counting digits of the order-preserving integer form of the floats (exact, whatever the values),
+ * then one ascending scan takes what is above it and the lowest-numbered of its equals.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"

@@ -1,13 +1,14 @@
 /* kernels/gemm/amx_cpu.c - weights to bf16 tiles, and the loops over tiles.
  *
- * Up to 32 rows of x: 64 values of 32 weight rows are converted into a buffer of the first-level cache while the
- * matrix unit works on the 64 before. More: the whole panel is converted once, then multiplied with 32 rows
- * of x at a time.
+ * Up to 32 rows of x: 64 values of 32 weight rows are converted into a buffer of the first-level
+ * cache while the matrix unit works on the 64 before. More: the whole panel is converted once, then
+ * multiplied with 32 rows of x at a time.
  *
- * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place and the scale,
- * a power of two, is added to the exponent; a subnormal code is looked up, since bf16 has no room for it as it stands.
- * mxfp4: a table of the sixteen values, scaled for each of two groups, is permuted by the codes. What that cannot do
- * (NaN codes, scales at the ends of their range) is noticed and the panel converted again value by value.
+ * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place
+ * and the scale, a power of two, is added to the exponent; a subnormal code is looked up, since
+ * bf16 has no room for it as it stands. mxfp4: a table of the sixteen values, scaled for each of
+ * two groups, is permuted by the codes. What that cannot do (NaN codes, scales at the ends of their
+ * range) is noticed and the panel converted again value by value.
  */
 #include "kernels/gemm/amx_cpu.h"
 
@@ -125,7 +126,8 @@ static void convert_careful(const struct panel *p, int64_t run, int r0, uint16_t
         }
 }
 
-/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be; zero comes from the scale. */
+/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be;
+ * zero comes from the scale. */
 static const int16_t subnormal[32] = {0, -256, -128, -64, 0, 32, 64, 96};
 /* The sixteen codes of e2m1 as bf16, twice. */
 static const uint16_t e2m1_bf16[32] = {
@@ -187,7 +189,8 @@ V_INLINE void convert_fp8(const struct panel *p, int64_t run, const int n_runs, 
     *top = t;
 }
 
-/* scale: exponents to add, of two groups. The second sixteen lanes look in the table's second half. */
+/* scale: exponents to add, of two groups. The second sixteen lanes look in the table's second
+ * half. */
 V_INLINE void mxfp4_run(__m256i bytes, __m512i scale, uint16_t *o)
 {
     const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
@@ -203,7 +206,8 @@ V_INLINE void mxfp4_run(__m256i bytes, __m512i scale, uint16_t *o)
     _mm512_storeu_si512(o + STRIPS * TILE, _mm512_permutexvar_epi16(hi, table));
 }
 
-/* Of four scale codes, which lie in every word: those at i and i + 1 as exponents of the first and last sixteen lanes. */
+/* Of four scale codes, which lie in every word: those at i and i + 1 as exponents of the first
+ * and last sixteen lanes. */
 V_INLINE __m512i mxfp4_scale(__m512i codes, const int i)
 {
     const __m512i where = _mm512_inserti64x4(_mm512_set1_epi16((int16_t)(i << 8 | 0x80)),
@@ -377,7 +381,8 @@ V_INLINE bool times_stream(const struct panel *p, int64_t nb, const uint32_t *x,
     __m512i top = _mm512_setzero_si512();
     struct run_at at;
     zero_sums();
-    /* Two runs at a time; the four halves of the pair before are added in between, since each waits for the last. */
+    /* Two runs at a time; the four halves of the pair before are added in between,
+     * since each waits for the last. */
     for (; fmt != KERN_W_BF16 && i + 2 <= whole; i += 2) {
         uint16_t *now = buffer[i / 2 & 1], *before = buffer[(i / 2 + 1) & 1];
         for (int q = 0; q < 4; q++) {

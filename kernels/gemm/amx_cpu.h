@@ -1,13 +1,15 @@
 /* kernels/gemm/amx_cpu.h - products on the matrix unit (AMX): c[t][r] = x[t] . weight row r.
  *
- * How      A tile holds sixteen weight rows, 32 values wide, as bf16; a second one holds the same 32 values of up to
- *          sixteen rows of x, two to a word; one instruction adds their 16 x 16 products. Weights stand first because
- *          they lie in rows already: nothing of them is turned, and a decode step is the same code with one column.
- * Numerics Only for products whose factors are bf16 numbers already: x in bf16, whole or quantized to e4m3 with a
- *          power-of-two scale, and bf16, fp8 or mxfp4 weights with such scales. Per 32 values the even and the odd ones
- *          form one chain each, ascending; their sum is added to the result (mxfp4: see kern_amx_pack). Subnormal
- *          products vanish. Whether a product goes this way is said by its formats alone, never by its number of rows,
- *          so a row's bits do not depend on its companions; see docs/numerics.md.
+ * How      A tile holds sixteen weight rows, 32 values wide, as bf16; a second one holds the same
+ *          32 values of up to sixteen rows of x, two to a word; one instruction adds their 16 x 16
+ *          products. Weights stand first because they lie in rows already: nothing of them is
+ *          turned, and a decode step is the same code with one column.
+ * Numerics Only for products whose factors are bf16 numbers already: x in bf16, whole or quantized
+ *          to e4m3 with a power-of-two scale, and bf16, fp8 or mxfp4 weights with such scales. Per
+ *          32 values the even and the odd ones form one chain each, ascending; their sum is added
+ *          to the result (mxfp4: see kern_amx_pack). Subnormal products vanish. Whether a product
+ *          goes this way is said by its formats alone, never by its number of rows, so a row's bits
+ *          do not depend on its companions; see docs/numerics.md.
  * Source   Intel 64 and IA-32 Software Developer's Manual, TDPBF16PS.
  */
 #ifndef KERN_GEMM_AMX_CPU_H
@@ -57,7 +59,8 @@ V_INLINE int64_t kern_amx_x_at(int64_t t, int64_t k)
 {
     return t * kern_amx_runs(k) * KERN_AMX_RUN_WORDS;
 }
-/* Scratch of one thread for products with weights of width k; stream: never more than KERN_AMX_STREAM rows. */
+/* Scratch of one thread for products with weights of width k;
+ * stream: never more than KERN_AMX_STREAM rows. */
 V_INLINE size_t kern_amx_scratch_bytes(int64_t k, bool stream)
 {
     size_t runs = (size_t)kern_amx_runs(k), scales = (runs + 31) * 4 & ~(size_t)63;
@@ -65,7 +68,8 @@ V_INLINE size_t kern_amx_scratch_bytes(int64_t k, bool stream)
 }
 
 #if KERN_ISA_AMX
-/* Row t of a block of T rows (x: k bf16 numbers as floats, zero up to the next multiple of 16) goes to its column. */
+/* Row t of a block of T rows (x: k bf16 numbers as floats, zero up to the next multiple of 16)
+ * goes to its column. */
 void KERN_ISA(kern_amx_pack)(const struct kern_weight *w, const float *x, uint32_t *packed,
                              int64_t t, int64_t T);
 /* c[t * ld_c + r] for the rows n .. n+nb-1 of w, nb <= KERN_AMX_ROWS, and all T packed rows. */

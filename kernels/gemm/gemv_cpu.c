@@ -1,9 +1,10 @@
 /* kernels/gemm/gemv_cpu.c - the decode product.
  *
- * Several weight rows at once against several rows of x; the rows after those are fetched ahead. Each lane of a 4-bit
- * row adds its elements in mixed order; the sums are put right at the end, so that each adds what it always adds.
- * fp8 codes are converted through f16, whose subnormals cost nothing; a NaN code, which that path does not show,
- * is noticed at the end of the row and the row done again with care.
+ * Several weight rows at once against several rows of x; the rows after those are fetched ahead.
+ * Each lane of a 4-bit row adds its elements in mixed order; the sums are put right at the end, so
+ * that each adds what it always adds. fp8 codes are converted through f16, whose subnormals cost
+ * nothing; a NaN code, which that path does not show, is noticed at the end of the row and the row
+ * done again with care.
  */
 #include "kernels/gemm/gemv_cpu.h"
 
@@ -16,7 +17,8 @@ enum { R = 2, T = 2 };
 enum { R = 1, T = 1 };
 #endif
 
-/* nt rows of x times nr weight rows from row n on; c[t * ld_c + r]. False: a NaN code was met, c is not right. */
+/* nt rows of x times nr weight rows from row n on; c[t * ld_c + r].
+ * False: a NaN code was met, c is not right. */
 V_INLINE bool rows_times(const struct kern_weight *w, int64_t n, const float *const *x, float *c,
                          int64_t ld_c, const enum kern_wfmt fmt, const int nr, const int nt,
                          const bool careful)

@@ -1,7 +1,7 @@
 /* kernels/gemm/gemv_cpu.h - a few rows times stored weights, converted in registers on the way.
  *
- * Why      Decoding reads every weight once for a handful of rows: the product must run at the speed of memory,
- *          so nothing is written between the checkpoint's bytes and the sums.
+ * Why      Decoding reads every weight once for a handful of rows: the product must run at the
+ *          speed of memory, so nothing is written between the checkpoint's bytes and the sums.
  * Numerics The same bits as kern_weight_row and kern_tile.
  */
 #ifndef KERN_GEMM_GEMV_CPU_H

@@ -1,9 +1,10 @@
 /* kernels/gemm/linear_cpu.c - y = quant(x) . Wt, and the embedding.
  *
- * Rows of x are taken in blocks that fit the second-level cache as floats: a block is quantized once into shared
- * scratch, then the threads share out panels of weight rows; a panel is dequantized into the thread's own
- * scratch and multiplied with every row of the block. Keeping the panel and streaming x instead was slower: floats of x
- * from the third level cost more than dequantizing again. The result of a row never depends on the blocks.
+ * Rows of x are taken in blocks that fit the second-level cache as floats: a block is quantized
+ * once into shared scratch, then the threads share out panels of weight rows; a panel is
+ * dequantized into the thread's own scratch and multiplied with every row of the block. Keeping the
+ * panel and streaming x instead was slower: floats of x from the third level cost more than
+ * dequantizing again. The result of a row never depends on the blocks.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"

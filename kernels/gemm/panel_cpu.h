@@ -1,4 +1,5 @@
-/* kernels/gemm/panel_cpu.h - many rows times stored weights: a panel of weight rows as floats, then tiles. */
+/* kernels/gemm/panel_cpu.h - many rows times stored weights: a panel of weight rows as floats,
+ * then tiles. */
 #ifndef KERN_GEMM_PANEL_CPU_H
 #define KERN_GEMM_PANEL_CPU_H
 

@@ -1,7 +1,8 @@
 /* kernels/gemm/tile_cpu.c - the loops behind kern_tile. */
 #include "kernels/gemm/tile_cpu.h"
 
-/* One tile over k elements. first: start from zero, else from *mem; last: c gets the sums, else *mem. */
+/* One tile over k elements. first: start from zero, else from *mem;
+ * last: c gets the sums, else *mem. */
 V_INLINE void kern_tile_fixed(const float *const *a, int64_t k0, const float *b, int64_t ld_b,
                               int64_t k, bool first, bool last, v16 *mem, float *c, int64_t ld_c,
                               const int na, const int nb)

@@ -1,7 +1,8 @@
 /* kernels/gemm/weight_cpu.h - a stored weight row as floats, sixteen at a time.
  *
- * Rules    value = code * scale, exact where the scale is a power of two or an e4m3 number; NVFP4's second scale is
- *          applied to the sums (kern_weight_post). Every path, panel or register, forms the same values.
+ * Rules    value = code * scale, exact where the scale is a power of two or an e4m3 number; NVFP4's
+ *          second scale is applied to the sums (kern_weight_post).
+ *          Every path, panel or register, forms the same values.
  */
 #ifndef KERN_GEMM_WEIGHT_CPU_H
 #define KERN_GEMM_WEIGHT_CPU_H
@@ -31,8 +32,8 @@ V_INLINE bool kern_weight_rounds(const struct kern_weight *w)
     return w->fmt == KERN_W_F32 || w->fmt == KERN_W_NVFP4 || w->sfmt == KERN_S_F32;
 }
 
-/* What sums over kern_weight_row's values are multiplied with: NVFP4's second scale is left to the end, where
- * one product does for all and the summed products stay exact. */
+/* What sums over kern_weight_row's values are multiplied with: NVFP4's second scale is left to the
+ * end, where one product does for all and the summed products stay exact. */
 V_INLINE float kern_weight_post(const struct kern_weight *w, bool round_bf16)
 {
     return w->fmt == KERN_W_NVFP4 && !round_bf16 ? w->scale2 : 1.0f;
@@ -86,7 +87,8 @@ static inline __attribute__((unused)) void kern_weight_row(const struct kern_wei
         break;
     }
     for (i = k; i < kern_pad16(k); i++) out[i] = 0.0f;
-    /* Rounding changes nothing where the stored value has few bits and a power of two for a scale. */
+    /* Rounding changes nothing where the stored value has few bits and a power of two for a
+     * scale. */
     if (round_bf16 && kern_weight_rounds(w))
         for (i = 0; i < k; i += 16) v_store(out + i, v_round_bf16(v_load(out + i)));
 }

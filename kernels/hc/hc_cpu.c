@@ -1,7 +1,9 @@
-/* kernels/hc/hc_cpu.c - hyper-connections: collapse the streams to one row, spread a result over them.
+/* kernels/hc/hc_cpu.c - hyper-connections: collapse the streams to one row, spread a result over
+ * them.
  *
- * The mixes are a product of the flattened streams with fn and go through the linear op; what is left is
- * per row: a scale by the row's RMS, sigmoids, the Sinkhorn rounds on an hc x hc matrix, a weighted sum.
+ * The mixes are a product of the flattened streams with fn and go through the linear op; what is
+ * left is per row: a scale by the row's RMS, sigmoids, the Sinkhorn rounds on an hc x hc matrix, a
+ * weighted sum.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"

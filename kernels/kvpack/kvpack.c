@@ -1,4 +1,5 @@
-/* kernels/kvpack/kvpack.c - shape contracts of window_store and compress, and of the sequences of a batch. */
+/* kernels/kvpack/kvpack.c - shape contracts of window_store and compress,
+ * and of the sequences of a batch. */
 #include "kernels/kvpack/kvpack.h"
 
 #include "common/base/err.h"

@@ -9,8 +9,8 @@
 bool kern_seqs_ok(const struct kern_seq *seqs, int32_t n_seqs, const struct kern_kv_layout *l,
                   int32_t layer);
 
-/* The part (main or index) that holds entry e of a sequence; *row is the entry's row in it. Offsets are 64
- * bits wide throughout: page ids times page bytes pass 2^32 on large pools. */
+/* The part (main or index) that holds entry e of a sequence; *row is the entry's row in it. Offsets
+ * are 64 bits wide throughout: page ids times page bytes pass 2^32 on large pools. */
 static inline const uint8_t *kern_entry_part(const uint8_t *pages, const struct kern_kv_layout *l,
                                              int32_t layer, bool index, const struct kern_seq *q,
                                              int64_t e, int64_t *row)

@@ -1,10 +1,12 @@
-/* kernels/kvpack/kvpack_cpu.c - writes what attention will read: window rings and compressed entries.
+/* kernels/kvpack/kvpack_cpu.c - writes what attention will read: window rings and compressed
+ * entries.
  *
- * The compressor works in two rounds. First, per sequence and block of channels, tokens are folded into the
- * state strictly one after another, so that cutting a prompt into chunks cannot change a bit; each group that
- * closes leaves its pooled channels in scratch. Second, per finished entry: round, norm, rotate, quantize, store.
- * The overlapping kind keeps the raw rows of the open group (three at most) and the group before; the dense
- * kind keeps per channel the running maximum, the sum of exponentials and the weighted sum.
+ * The compressor works in two rounds. First, per sequence and block of channels, tokens are folded
+ * into the state strictly one after another, so that cutting a prompt into chunks cannot change a
+ * bit; each group that closes leaves its pooled channels in scratch. Second, per finished entry:
+ * round, norm, rotate, quantize, store. The overlapping kind keeps the raw rows of the open group
+ * (three at most) and the group before; the dense kind keeps per channel the running maximum, the
+ * sum of exponentials and the weighted sum.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"

@@ -1,4 +1,5 @@
-/* kernels/kvpack/load_cpu.h - kern_kv_load and kern_ik_load, sixteen values at a time, the same bits. */
+/* kernels/kvpack/load_cpu.h - kern_kv_load and kern_ik_load, sixteen values at a time,
+ * the same bits. */
 #ifndef KERN_KVPACK_LOAD_CPU_H
 #define KERN_KVPACK_LOAD_CPU_H
 

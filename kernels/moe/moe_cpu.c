@@ -1,11 +1,12 @@
 /* kernels/moe/moe_cpu.c - the routed experts.
  *
- * Rows are taken in blocks. Of a block, (row, slot) pairs are sorted by expert, stably. Three rounds of parts
- * follow: quantize x; per (expert, panel of the inner width) gate and up products and the activation; per
- * panel of the output the down products of all experts in ascending order, added as they come. An output
- * element thus belongs to one part, and its sum has one order, whatever the threads do. An expert with few rows
- * goes through the decode kernel, one with many through panels; both give the same bits. Where the matrix unit
- * does the products, the rows of each expert are packed for it before each of the two.
+ * Rows are taken in blocks. Of a block, (row, slot) pairs are sorted by expert, stably. Three
+ * rounds of parts follow: quantize x; per (expert, panel of the inner width) gate and up products
+ * and the activation; per panel of the output the down products of all experts in ascending order,
+ * added as they come. An output element thus belongs to one part, and its sum has one order,
+ * whatever the threads do. An expert with few rows goes through the decode kernel, one with many
+ * through panels; both give the same bits. Where the matrix unit does the products, the rows of
+ * each expert are packed for it before each of the two.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"

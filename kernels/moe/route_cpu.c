@@ -1,7 +1,8 @@
 /* kernels/moe/route_cpu.c - the router: scores, the choice of experts, their weights.
  *
- * A choice is a plain selection of k among E: k is small, and the order (descending, lower id first) falls out.
- * NaN counts as lower than everything, so that ids are always distinct and in range.
+ * A choice is a plain selection of k among E: k is small, and the order (descending, lower id
+ * first) falls out. NaN counts as lower than everything, so that ids are always distinct and in
+ * range.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"

@@ -1,5 +1,5 @@
-/* tests/cluster/stub_router.c - the client-facing half of the router over a back end that makes things
- * up: for tests that drive HTTP without workers.
+/* tests/cluster/stub_router.c - the client-facing half of the router over a back end that makes
+ * things up: for tests that drive HTTP without workers.
  *
  * It answers with the tokens it was asked with: those of the prompt, or in a chat those of the last
  * user message. So a test forces any output by asking for it. The seed says how:

@@ -1,8 +1,10 @@
-/* Every allocation of a scenario made to fail in turn: the 1st, the 2nd, the 3rd ... until a run sees no failure.
+/* Every allocation of a scenario made to fail in turn: the 1st, the 2nd, the 3rd ...
+ * until a run sees no failure.
  *
- * The linker sends our calls of malloc, calloc, realloc and aligned_alloc through the wrappers below (Makefile, rule of
- * tests/fault). After each failure the scenario must have ended with an error code and given everything back: what is
- * still allocated then is counted here, so a leak fails the test in every build, not only under ASan. */
+ * The linker sends our calls of malloc, calloc, realloc and aligned_alloc through the wrappers
+ * below (Makefile, rule of tests/fault). After each failure the scenario must have ended with an
+ * error code and given everything back: what is still allocated then is counted here, so a leak
+ * fails the test in every build, not only under ASan. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -95,7 +97,8 @@ void __wrap_free(void *p)
     __real_free(p);
 }
 
-/* Runs the scenario with allocation n failing, for n in steps that grow, so that long scenarios stay short. */
+/* Runs the scenario with allocation n failing, for n in steps that grow,
+ * so that long scenarios stay short. */
 static void torture(const char *name, int (*scenario)(void *arg, struct tow_err *err), void *arg)
 {
     long n_failed = 0;
@@ -114,7 +117,8 @@ static void torture(const char *name, int (*scenario)(void *arg, struct tow_err 
                 fail_msg("%s: nothing failed, yet %s: %s", name, tow_err_name(rc), err.msg);
             break;
         }
-        /* Some allocations are only an optimisation: success is then right, an error must be a real one. */
+        /* Some allocations are only an optimisation: success is then right,
+         * an error must be a real one. */
         if (rc > 0 || !strcmp(tow_err_name(rc), "?"))
             fail_msg("%s: allocation %ld failed: %d is no code", name, n, rc);
         n_failed += rc < 0;

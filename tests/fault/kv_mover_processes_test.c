@@ -1,11 +1,11 @@
-/* Two processes that ship pages: either is killed or stopped at random moments, and the path between two
- * network namespaces is cut and mended.
+/* Two processes that ship pages: either is killed or stopped at random moments, and the path
+ * between two network namespaces is cut and mended.
  *
- * Each round: decode expects a ticket, grants it through a pipe, prefill offers pages of a pattern that
- * belongs to the ticket. Then one of them is killed or stopped in mid-flight. The other one must hear
- * that its ticket has ended within its limits; decode then paints its pages and looks again after the
- * stopped one went on: paint that changed means that somebody wrote into pages that were given back.
- * TOW_ROUNDS sets the rounds per transport (default 8). */
+ * Each round: decode expects a ticket, grants it through a pipe, prefill offers pages of a pattern
+ * that belongs to the ticket. Then one of them is killed or stopped in mid-flight. The other one
+ * must hear that its ticket has ended within its limits; decode then paints its pages and looks
+ * again after the stopped one went on: paint that changed means that somebody wrote into pages that
+ * were given back. TOW_ROUNDS sets the rounds per transport (default 8). */
 #include "tests/support/check.h"
 
 #include "common/base/clock.h"
@@ -38,7 +38,7 @@ static const char *const exits[] = {"no mover",
                                     "pipe closed",
                                     "a command was not taken"};
 
-/* --- a child: one mover and two pipes --------------------------------------------------------------- */
+/* --- a child: one mover and two pipes --------------------------------------------------------- */
 
 struct child {
     struct kv_mover *m;
@@ -143,7 +143,8 @@ static void run_prefill(struct child *c)
         if (input) {
             uint64_t k;
             if (!get(c->in, &k, sizeof k)) _exit(FINE); /* the parent is done with us */
-            /* While a ticket is live its pages are not ours to fill; the grant's lease will end it. */
+            /* While a ticket is live its pages are not ours to fill;
+             * the grant's lease will end it. */
             if (!up || busy) continue;
             struct kv_ticket t = {k, ~k};
             struct kv_send s = {.ticket = t, .peer = "d", .incarnation = 2, .n_pages = PAGES};
@@ -177,7 +178,8 @@ static void check_paint(struct child *c)
         if (c->pages[i] != PAINT) _exit(SCRIBBLED);
 }
 
-/* Decode: 'g' on the pipe: expect the next ticket and grant it. Tells each end; paints after a failure. */
+/* Decode: 'g' on the pipe: expect the next ticket and grant it. Tells each end;
+ * paints after a failure. */
 static void run_decode(struct child *c, int grant)
 {
     size_t n;
@@ -225,7 +227,7 @@ static void run_decode(struct child *c, int grant)
     }
 }
 
-/* --- the parent ------------------------------------------------------------------------------------- */
+/* --- the parent ------------------------------------------------------------------------------- */
 
 struct pair {
     pid_t p, d;
@@ -355,8 +357,9 @@ static void round_of(const char *tls, unsigned seed)
     put(x.to_d, "g", 1);
     pause_us((unsigned)(tow_random_u64() % 12000)); /* 16 MiB take a few ms */
     kill(victim, stop ? SIGSTOP : SIGKILL);
-    /* The survivor's ticket ends: well, if all had arrived, else with an error. Prefill may not have
-     * been given one yet; then it hears of the loss alone, which otherwise comes after the end. */
+    /* The survivor's ticket ends: well, if all had arrived, else with an error. Prefill may not
+     * have been given one yet; then it hears of the loss alone, which otherwise comes after the
+     * end. */
     int survivor = victim_p ? x.from_d : x.from_p;
     char c = answer(survivor, ENDS_WITHIN_MS + 2000);
     if (c == 0) {

@@ -1,4 +1,5 @@
-/* Any JSON as a request: text_chat_encode() refuses it by name, or gives segments that join to its text. */
+/* Any JSON as a request: text_chat_encode() refuses it by name,
+ * or gives segments that join to its text. */
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/text/chat.h"

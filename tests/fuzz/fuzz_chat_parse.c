@@ -1,5 +1,6 @@
-/* Any text, split by the fuzzer: the stream parser gives the same message as for the whole, arguments are
- * always JSON, and where the strict parser accepts, both agree. First byte: options; second: splits. */
+/* Any text, split by the fuzzer: the stream parser gives the same message as for the whole,
+ * arguments are always JSON, and where the strict parser accepts, both agree.
+ * First byte: options; second: splits. */
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/text/chat.h"

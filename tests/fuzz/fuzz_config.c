@@ -1,5 +1,5 @@
-/* Any bytes are a config.json or a refusal with a message; what is accepted is within the documented limits. The part
- * after the first NUL, if there is one, is generation_config.json. */
+/* Any bytes are a config.json or a refusal with a message; what is accepted is within the
+ * documented limits. The part after the first NUL, if there is one, is generation_config.json. */
 #include "common/base/err.h"
 #include "common/text/config.h"
 

@@ -1,5 +1,6 @@
-/* Fuzzes ctl/http_parse.h and ctl/sse.h: any bytes, in one piece and cut at places the input chooses, must give the
- * same answer and the same events, and bodies must lie inside what was given. */
+/* Fuzzes ctl/http_parse.h and ctl/sse.h: any bytes, in one piece and cut at places the input
+ * chooses, must give the same answer and the same events, and bodies must lie inside what was
+ * given. */
 #include "common/base/err.h"
 #include "deploy/ctl/http_parse.h"
 #include "deploy/ctl/sse.h"

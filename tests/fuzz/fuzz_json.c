@@ -1,4 +1,5 @@
-/* Any bytes: json_parse() refuses them with a message, or what json_dump() writes parses to the same. */
+/* Any bytes: json_parse() refuses them with a message,
+ * or what json_dump() writes parses to the same. */
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/text/json.h"

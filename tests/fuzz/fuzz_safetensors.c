@@ -1,4 +1,5 @@
-/* Any bytes are a safetensors file or a refusal with a message; what is accepted lies inside the bytes. */
+/* Any bytes are a safetensors file or a refusal with a message;
+ * what is accepted lies inside the bytes. */
 #include "common/base/err.h"
 #include "common/model/safetensors.h"
 

@@ -1,6 +1,6 @@
-/* Any text, cut anywhere, on the demo model's vocabulary: bad UTF-8 is refused, all else comes back byte for byte; plain
- * text gives no control id; where the cuts are changes nothing; a stream of the ids is the whole text. And any ids give
- * valid UTF-8. The first byte places the cut. */
+/* Any text, cut anywhere, on the demo model's vocabulary: bad UTF-8 is refused, all else comes back
+ * byte for byte; plain text gives no control id; where the cuts are changes nothing; a stream of
+ * the ids is the whole text. And any ids give valid UTF-8. The first byte places the cut. */
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/text/detok.h"

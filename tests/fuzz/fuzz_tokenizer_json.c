@@ -1,5 +1,5 @@
-/* Any bytes are a tokenizer.json or a refusal with a message. What is accepted gives every text back, and never more than
- * its vocabulary. */
+/* Any bytes are a tokenizer.json or a refusal with a message. What is accepted gives every text
+ * back, and never more than its vocabulary. */
 #include "common/base/buf.h"
 #include "common/base/err.h"
 #include "common/text/detok.h"

@@ -1,5 +1,6 @@
-/* Any bytes are a message or a refusal. The first two are the type, the rest is its body (so that the fuzzer need not
- * find the header's check). What is accepted packs, and packs the same after another unpack. */
+/* Any bytes are a message or a refusal. The first two are the type, the rest is its body (so that
+ * the fuzzer need not find the header's check). What is accepted packs, and packs the same after
+ * another unpack. */
 #include "common/base/err.h"
 #include "proto/messages.h"
 

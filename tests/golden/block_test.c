@@ -1,7 +1,9 @@
-/* Deployed mode, one block at a time: golden streams in, streams out, every position of the trace file.
+/* Deployed mode, one block at a time: golden streams in, streams out, every position of the trace
+ * file.
  *
- * Rounding noise does not pile up over layers here, so this bound (median 0.025, 95th percentile 0.04) sees mistakes
- * that the end-to-end bound hides. Positions whose choice of experts or entries hangs on less than 0.01 are left out. */
+ * Rounding noise does not pile up over layers here, so this bound (median 0.025, 95th percentile
+ * 0.04) sees mistakes that the end-to-end bound hides. Positions whose choice of experts or
+ * entries hangs on less than 0.01 are left out. */
 #include "tests/support/check.h"
 #include "tests/support/golden.h"
 

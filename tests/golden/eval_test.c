@@ -1,7 +1,8 @@
 /* The engine against the end-to-end goldens, by the code behind `towpath-ctl eval`.
  *
- * Every file of tests/golden/data/{exact-bf16,native,nvfp4}/expected, within the tolerances that the goldens' README
- * states; then bit-equality across chunk sizes, thread counts and the hand-over. */
+ * Every file of tests/golden/data/{exact-bf16,native,nvfp4}/expected, within the tolerances that
+ * the goldens' README states; then bit-equality across chunk sizes, thread counts and the
+ * hand-over. */
 #include "tests/support/check.h"
 #include "tests/support/golden.h"
 
@@ -274,7 +275,8 @@ static void test_eval__same_bits_for_any_chunk_thread_count_and_hand_over(void *
             assert_same_bits(first, out, c, what);
             golden_close(out);
         }
-        if (!c->exact) { /* the stored values fit bf16 exactly, so the wider cache must change nothing */
+        /* the stored values fit bf16 exactly, so the wider cache must change nothing */
+        if (!c->exact) {
             run_eval(c, 64, 2, true, false, true);
             struct golden *out = golden_open(out_path);
             assert_same_bits(first, out, c, "kv-dtype bf16");

@@ -1,4 +1,5 @@
-/* Every checkpoint that comes with the project loads whole: each expected tensor found once, none left over. */
+/* Every checkpoint that comes with the project loads whole: each expected tensor found once,
+ * none left over. */
 #include "tests/support/check.h"
 #include "tests/support/golden.h"
 
@@ -61,7 +62,8 @@ static void test_shape__rotation_frequencies_equal_the_golden(void **state)
         float got[32];
         const float *want = golden_f32(g, names[k]);
         model_shape_inv_freq(&s, k ? 4 : 0, got);
-        /* pow() of two C libraries may differ in the last place of a double, hardly ever in that of a float. */
+        /* pow() of two C libraries may differ in the last place of a double,
+         * hardly ever in that of a float. */
         for (int i = 0; i < 32; i++) assert_true(fabsf(got[i] - want[i]) <= 2e-7f * want[i]);
     }
     golden_close(g);

@@ -1,9 +1,10 @@
-/* The demo model answers as its smoke.json says: messages to segments to ids, the prompt in chunks of 512 and then
- * greedy steps through the engine in deployed mode, fp4 index keys, top-k 64.
+/* The demo model answers as its smoke.json says: messages to segments to ids, the prompt in chunks
+ * of 512 and then greedy steps through the engine in deployed mode, fp4 index keys, top-k 64.
  *
- * A case whose smallest logit gap is at least SURE must give the recorded ids to the last one; below that another
- * correct implementation may choose differently, so a first difference is accepted there if our own two best logits
- * were that near. The answer must hold every string of `expect` in any case. */
+ * A case whose smallest logit gap is at least SURE must give the recorded ids to the last one;
+ * below that another correct implementation may choose differently, so a first difference is
+ * accepted there if our own two best logits were that near.
+ * The answer must hold every string of `expect` in any case. */
 #include "tests/support/check.h"
 
 #include "common/base/buf.h"

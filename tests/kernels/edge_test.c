@@ -1,5 +1,6 @@
-/* tests/kernels/edge_test.c - what shapes alone do not show: ties and narrow ranges in the selection, pages beyond
- * 4 GiB, long contexts in bounded scratch, the folded softmax against the plain one, idle threads.
+/* tests/kernels/edge_test.c - what shapes alone do not show: ties and narrow ranges in the
+ * selection, pages beyond 4 GiB, long contexts in bounded scratch, the folded softmax against the
+ * plain one, idle threads.
  */
 #include "tests/support/check.h"
 
@@ -43,7 +44,8 @@ static struct kern_kv_layout layout_of(int32_t r0, int32_t r1, enum kern_kv_fmt 
     return l;
 }
 
-/* --- selection: key e is (score, 0, 0, ...), the query (1, 0, ...), so the scores are what we say */
+/* --- selection: key e is (score, 0, 0, ...), the query (1, 0, ...),
+ * so the scores are what we say */
 
 enum select_kind { NORMAL, NARROW, MANY_EQUAL, UP, DOWN, ALL_EQUAL, NEGATIVE, N_KINDS };
 
@@ -228,7 +230,8 @@ static void test_pages__beyond_4gib_give_the_same_bits(void **state)
     munmap(pool, (size_t)(n_pages * l.page_bytes));
 }
 
-/* --- the folded softmax of ratio 128 against two passes in double; docs/numerics.md quotes the bound */
+/* --- the folded softmax of ratio 128 against two passes in double;
+ * docs/numerics.md quotes the bound */
 
 static void test_compress__folded_state_is_close_to_two_passes(void **state)
 {

@@ -1,10 +1,10 @@
-/* tests/kernels/parity_test.c - every op gives the same bits in every instruction set, with any number of
- * threads, and however its rows are cut into calls.
+/* tests/kernels/parity_test.c - every op gives the same bits in every instruction set, with any
+ * number of threads, and however its rows are cut into calls.
  *
- * The op list makes the table below: an op without a case does not compile. A case builds its inputs from a
- * seed, runs the op in pieces, and leaves its output bytes in the run; the first run (plain C, one thread, one
- * piece) is what all others must equal. Inputs are allocated to size and their gaps hold NaN, outputs lie
- * between guards.
+ * The op list makes the table below: an op without a case does not compile. A case builds its
+ * inputs from a seed, runs the op in pieces, and leaves its output bytes in the run; the first run
+ * (plain C, one thread, one piece) is what all others must equal. Inputs are allocated to size and
+ * their gaps hold NaN, outputs lie between guards.
  */
 #include "tests/support/check.h"
 
@@ -79,7 +79,8 @@ static void *output(struct run *r, int64_t bytes)
     memset(p, 0xa5, (size_t)bytes + 2 * GUARD);
     return p + GUARD;
 }
-/* Adds an output to what is compared; rows of width bytes lie ld bytes apart, the gaps and guards untouched. */
+/* Adds an output to what is compared; rows of width bytes lie ld bytes apart,
+ * the gaps and guards untouched. */
 static void done(struct run *r, void *data, int64_t rows, int64_t width, int64_t ld, int elem)
 {
     uint8_t *p = data;
@@ -741,7 +742,8 @@ static void world_open(struct run *r, struct world *w, int32_t ratio)
     w->iwt = input(r, w->T, INDEX_H, INDEX_H, w->act);
 }
 
-/* The next batch: every unfinished sequence gives a piece. Row numbers stay those of the whole tensors. */
+/* The next batch: every unfinished sequence gives a piece.
+ * Row numbers stay those of the whole tensors. */
 static int32_t world_batch(struct run *r, struct world *w, struct kern_seq *batch)
 {
     int32_t n = 0;

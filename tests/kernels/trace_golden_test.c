@@ -1,7 +1,8 @@
 /* tests/kernels/trace_golden_test.c - each op against the traced inside of a deployed forward pass.
  *
- * Every step takes the golden input of that step and is compared with the golden output, with the single-step
- * bounds of the goldens' README: 99 % of elements equal and rel <= 5e-4, except where it allows more.
+ * Every step takes the golden input of that step and is compared with the golden output, with the
+ * single-step bounds of the goldens' README: 99 % of elements equal and rel <= 5e-4, except where
+ * it allows more.
  */
 #include "tests/support/check.h"
 #include "tests/support/golden.h"

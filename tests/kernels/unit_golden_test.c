@@ -1,4 +1,5 @@
-/* tests/kernels/unit_golden_test.c - the CPU ops against the unit goldens, in every instruction set here. */
+/* tests/kernels/unit_golden_test.c - the CPU ops against the unit goldens,
+ * in every instruction set here. */
 #include "tests/support/check.h"
 #include "tests/support/golden.h"
 
@@ -123,7 +124,8 @@ static void test_act_quant(void **state)
     /* The golden was made with the scale before it was stored as a float. */
     check_close("nvfp4_act.out", y, golden_f32(g, "nvfp4_act.out"), 2560);
 
-    /* The vector form inside a product: A128 and NVFP4 rows times the unit matrix come back as they are. */
+    /* The vector form inside a product: A128 and NVFP4 rows times the unit matrix come back as
+     * they are. */
     EACH_ISA(s)
     {
         static float unit[256 * 256];
@@ -260,8 +262,8 @@ static void test_rope(void **state)
     golden_close(g);
 }
 
-/* The op takes streams, the golden gives mixes: row t of h is one large value at place t of stream j, which
- * the RMS turns into sqrt(hc*D) = 16, and column t of fn holds that row's mixes / 16. */
+/* The op takes streams, the golden gives mixes: row t of h is one large value at place t of stream
+ * j, which the RMS turns into sqrt(hc*D) = 16, and column t of fn holds that row's mixes / 16. */
 static void test_hyper(void **state)
 {
     struct golden *g = golden_open("unit/hyper.safetensors");
@@ -366,7 +368,8 @@ static struct kern_kv_layout layout_of(int32_t ratio, int32_t d, int32_t window,
     return l;
 }
 
-/* Every row is a sequence with a window of one: its last visible key is its own, the rest are entries. */
+/* Every row is a sequence with a window of one: its last visible key is its own,
+ * the rest are entries. */
 static void test_attention(void **state)
 {
     struct golden *g = golden_open("unit/attention.safetensors");

@@ -1,5 +1,5 @@
-/* See checkpoint.h. Names, shapes and formats follow docs/numerics.md's table of tensors, written out once more so that
- * the loader's own table is checked against something. */
+/* See checkpoint.h. Names, shapes and formats follow docs/numerics.md's table of tensors, written
+ * out once more so that the loader's own table is checked against something. */
 #include "tests/support/checkpoint.h"
 
 #include <dirent.h>
@@ -81,7 +81,8 @@ void ckpt_add(struct ckpt *c, const char *name, const char *dtype, size_t value_
     t->data = malloc(t->bytes + 1);
     must(t->data != NULL);
     memset(t->data, fill, t->bytes);
-    /* Not all alike, so that a view to the wrong place shows. Codes stay legal: no NaN, scales positive. */
+    /* Not all alike, so that a view to the wrong place shows.
+     * Codes stay legal: no NaN, scales positive. */
     static uint8_t tick;
     for (size_t i = 0; i < t->bytes; i += 7) t->data[i] = (uint8_t)(fill ^ (tick++ & 3));
 }

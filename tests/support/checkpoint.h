@@ -1,7 +1,8 @@
-/* tests/support/checkpoint.h - a small checkpoint in memory that a test can spoil before it is written.
+/* tests/support/checkpoint.h - a small checkpoint in memory that a test can spoil before it is
+ * written.
  *
- * Why      Loader tests need one file that is right in all but one thing. The bytes are laid out here by hand, not by
- *          the writer under test.
+ * Why      Loader tests need one file that is right in all but one thing. The bytes are laid out
+ *          here by hand, not by the writer under test.
  */
 #ifndef TESTS_SUPPORT_CHECKPOINT_H
 #define TESTS_SUPPORT_CHECKPOINT_H

@@ -1,4 +1,5 @@
-/* tests/support/golden.c - a safetensors reader as small as our own files allow, and error measures. */
+/* tests/support/golden.c - a safetensors reader as small as our own files allow,
+ * and error measures. */
 #include "tests/support/golden.h"
 
 #include <fcntl.h>

@@ -30,7 +30,8 @@ const struct golden_tensor *golden_at(const struct golden *g, int i);
 const struct golden_tensor *golden_find(const struct golden *g, const char *name); /* or NULL */
 const struct golden_tensor *golden_get(const struct golden *g, const char *name);  /* must exist */
 
-/* The tensor as floats or ints (BF16, F32, U8, I32, I64, codes as numbers); freed by golden_close. */
+/* The tensor as floats or ints (BF16, F32, U8, I32, I64, codes as numbers);
+ * freed by golden_close. */
 float *golden_f32(struct golden *g, const char *name);
 int32_t *golden_i32(struct golden *g, const char *name);
 

@@ -1,4 +1,5 @@
-/* tests/support/long_text.c - repeats a unit, or draws characters from a fixed xorshift sequence. */
+/* tests/support/long_text.c - repeats a unit,
+ * or draws characters from a fixed xorshift sequence. */
 #include "tests/support/long_text.h"
 
 #include <stdint.h>

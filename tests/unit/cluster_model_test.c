@@ -1,9 +1,11 @@
-/* The whole cluster without a socket: the router's machine, several prefill and decode machines and a model
- * of the network between them, driven through random orders of messages, deaths, silences and cancels.
+/* The whole cluster without a socket: the router's machine, several prefill and decode machines and
+ * a model of the network between them, driven through random orders of messages, deaths, silences
+ * and cancels.
  *
- * Every control message goes through wire_pack and wire_unpack. Page memory is real (16 bytes a page): the
- * prefill engine writes into it, the mover copies it, the decode engine reads it, and each checks that what it
- * finds belongs to its own prompt. So a page that is reused too early is seen as a wrong token.
+ * Every control message goes through wire_pack and wire_unpack. Page memory is real (16 bytes a
+ * page): the prefill engine writes into it, the mover copies it, the decode engine reads it, and
+ * each checks that what it finds belongs to its own prompt.
+ * So a page that is reused too early is seen as a wrong token.
  *
  * TOW_MODEL_SEED=n replays one seed, TOW_MODEL_SEEDS=n runs n of them. */
 #include "tests/support/check.h"
@@ -31,7 +33,7 @@
 #define QUEUE_MS     20000u
 #define STALL_MS     15000u
 
-/* --- random numbers, time, events ----------------------------------------------------------------------- */
+/* --- random numbers, time, events ------------------------------------------------------------- */
 
 static uint64_t g_seed, g_rng, g_now, g_order;
 
@@ -136,7 +138,7 @@ static struct event pop(void)
     return top;
 }
 
-/* --- what the cluster consists of ----------------------------------------------------------------------- */
+/* --- what the cluster consists of ------------------------------------------------------------- */
 
 struct page { /* what a page's bytes say in this model */
     uint64_t prompt, index;
@@ -222,7 +224,7 @@ static void do_router(struct rtr_actions *acts);
 static void do_prefill(uint32_t i, struct pre_actions *acts);
 static void do_decode(uint32_t i, struct dec_actions *acts);
 
-/* --- the law: which token comes when ---------------------------------------------------------------------- */
+/* --- the law: which token comes when ---------------------------------------------------------- */
 
 static uint64_t hash_prompt(const uint32_t *ids, uint32_t n)
 {
@@ -237,7 +239,7 @@ static uint32_t token_at(uint64_t prompt, uint64_t seed, uint32_t k)
     return h % 29 == 0 ? EOS : 2 + (uint32_t)(h >> 32) % 50000;
 }
 
-/* --- network ------------------------------------------------------------------------------------------------ */
+/* --- network ---------------------------------------------------------------------------------- */
 
 static void post(uint32_t c, int dir, const struct wire_msg *m)
 {
@@ -379,7 +381,7 @@ static void saw_close(const struct event *e)
                &(struct dec_event){.kind = DEC_ON_ROUTER_LOST, .now_ms = g_now, .owner = e->a});
 }
 
-/* --- movers --------------------------------------------------------------------------------------------------- */
+/* --- movers ----------------------------------------------------------------------------------- */
 
 static struct move *find_move(struct wire_ticket t)
 {
@@ -533,7 +535,7 @@ static void check_moves(uint32_t i)
     }
 }
 
-/* --- prefill nodes ---------------------------------------------------------------------------------------------- */
+/* --- prefill nodes ---------------------------------------------------------------------------- */
 
 static void offer(uint32_t i, const struct pre_action *a)
 {
@@ -625,7 +627,7 @@ static void chunk_done(uint32_t i)
     prefill(i, &ev);
 }
 
-/* --- decode nodes ----------------------------------------------------------------------------------------------- */
+/* --- decode nodes ----------------------------------------------------------------------------- */
 
 static void do_decode(uint32_t i, struct dec_actions *acts)
 {
@@ -693,7 +695,7 @@ static void step_done(uint32_t i)
                   .kind = DEC_ON_STEPPED, .now_ms = g_now, .tokens = out, .code = code});
 }
 
-/* --- life of a node --------------------------------------------------------------------------------------------- */
+/* --- life of a node --------------------------------------------------------------------------- */
 
 static void hello(uint32_t i)
 {
@@ -858,7 +860,7 @@ static void fault(void)
     }
 }
 
-/* --- clients ------------------------------------------------------------------------------------------------------ */
+/* --- clients ---------------------------------------------------------------------------------- */
 
 static bool expects_end(const struct client *c, uint32_t k)
 {
@@ -990,7 +992,7 @@ static void arrive(void)
                             .a = g_n_clients - 1});
 }
 
-/* --- one world ------------------------------------------------------------------------------------------------------- */
+/* --- one world -------------------------------------------------------------------------------- */
 
 static void handle(const struct event *e)
 {

@@ -1,4 +1,5 @@
-/* ctl/http_parse, ctl/sse, ctl/http: answers split at every byte, URLs, and calls to a server in a thread. */
+/* ctl/http_parse, ctl/sse, ctl/http: answers split at every byte, URLs,
+ * and calls to a server in a thread. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"

@@ -89,7 +89,8 @@ static void cancel(struct world *w, struct wire_ticket t)
     step(w, (struct dec_event){.kind = DEC_ON_MESSAGE, .owner = 1, .msg = &m});
 }
 
-/* A cancel that found no memory or a full queue was lost: it is given again until the mover says ENDED. */
+/* A cancel that found no memory or a full queue was lost: it is given again until the mover says
+ * ENDED. */
 static void test_dec_sched__cancel_of_a_move_is_repeated(void **state)
 {
     (void)state;
@@ -117,7 +118,8 @@ static void test_dec_sched__cancel_of_a_move_is_repeated(void **state)
     teardown(&w);
 }
 
-/* KV-01: the pages of a cancelled load are nobody's until the mover says that nothing can write them. */
+/* KV-01: the pages of a cancelled load are nobody's until the mover says that nothing can write
+ * them. */
 static void test_dec_sched__cancelled_load_keeps_its_pages_until_the_mover_ended(void **state)
 {
     (void)state;
@@ -207,7 +209,8 @@ static void test_dec_sched__small_answers_are_exact(void **state)
     teardown(&w);
 }
 
-/* KV-16: seven pages, four and three taken, both want one more. The younger gives way, the older ends. */
+/* KV-16: seven pages, four and three taken, both want one more.
+ * The younger gives way, the older ends. */
 static void test_dec_sched__the_youngest_gives_way_and_the_oldest_ends(void **state)
 {
     (void)state;

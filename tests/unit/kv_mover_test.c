@@ -1,4 +1,5 @@
-/* The transfer thread: two movers in one process, each with its own thread and its own UCX worker. */
+/* The transfer thread: two movers in one process,
+ * each with its own thread and its own UCX worker. */
 #include "tests/support/check.h"
 
 #include "common/base/clock.h"

@@ -1,5 +1,6 @@
-/* Both machines against each other over a network that delays, loses its peer, doubles and forges; many
- * thousand random orders. Whatever happens, both end once, and never while something is in flight. */
+/* Both machines against each other over a network that delays, loses its peer, doubles and forges;
+ * many thousand random orders. Whatever happens, both end once, and never while something is in
+ * flight. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"

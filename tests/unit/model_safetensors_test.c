@@ -212,7 +212,8 @@ static void test_safetensors__a_cut_or_long_file_is_refused_with_both_sizes(void
     free(f.bytes);
 }
 
-/* The child maps a file, the file is cut, the child reads: it must name the file and leave with 74. */
+/* The child maps a file, the file is cut, the child reads: it must name the file and leave with
+ * 74. */
 static void test_safetensors__a_file_cut_after_open_ends_the_process_with_its_name(void **state)
 {
     (void)state;
@@ -306,8 +307,10 @@ static void test_safetensors__what_is_written_reads_back(void **state)
     unlink(path);
 }
 
-/* Linear time: 80,000 tensors are no matter. A quadratic check would take minutes and meet the runner's limit. */
-/* The output of a run for its messages alone: renaming would put a file in the place of the device. */
+/* Linear time: 80,000 tensors are no matter. A quadratic check would take minutes and meet the
+ * runner's limit. */
+/* The output of a run for its messages alone: renaming would put a file in the place of the
+ * device. */
 static void test_safetensors__a_device_is_written_to_and_not_replaced(void **state)
 {
     (void)state;

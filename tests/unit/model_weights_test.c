@@ -1,4 +1,5 @@
-/* Tests of common/model/weights.h and checkpoint.h on small checkpoints that are right in all but one thing. */
+/* Tests of common/model/weights.h and checkpoint.h on small checkpoints that are right in all
+ * but one thing. */
 #include "tests/support/check.h"
 #include "tests/support/checkpoint.h"
 

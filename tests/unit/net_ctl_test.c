@@ -305,7 +305,8 @@ static void test_net_ctl__peer_that_does_not_read_is_closed(void **state)
     pair_close(&p);
 }
 
-/* The other side would wait for a frame that was lost alone; of a connection that ended it hears. */
+/* The other side would wait for a frame that was lost alone;
+ * of a connection that ended it hears. */
 static void test_net_ctl__frame_without_memory_ends_the_connection(void **state)
 {
     (void)state;

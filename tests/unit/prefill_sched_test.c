@@ -1,4 +1,5 @@
-/* Tests of prefill/sched.c: turns, limits, cancel, refusals. Random orders: cluster_model_test.c. */
+/* Tests of prefill/sched.c: turns, limits, cancel, refusals.
+ * Random orders: cluster_model_test.c. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -125,7 +126,8 @@ static uint64_t end_chunk(struct world *w)
     return offer && offer->tail ? offer->job->ticket.id : 0;
 }
 
-/* OP-08: a long prompt that waits for pages holds up no short one, and gets its pages although they never cease. */
+/* OP-08: a long prompt that waits for pages holds up no short one,
+ * and gets its pages although they never cease. */
 static void test_pre_sched__waiting_long_prompt_holds_up_no_short_one(void **state)
 {
     (void)state;
@@ -158,7 +160,8 @@ static void test_pre_sched__waiting_long_prompt_holds_up_no_short_one(void **sta
     teardown(&w);
 }
 
-/* A cancel that found no memory or a full queue was lost: it is given again until the mover says ENDED. */
+/* A cancel that found no memory or a full queue was lost: it is given again until the mover says
+ * ENDED. */
 static void test_pre_sched__cancel_of_a_move_is_repeated(void **state)
 {
     (void)state;
@@ -187,7 +190,8 @@ static void test_pre_sched__cancel_of_a_move_is_repeated(void **state)
     teardown(&w);
 }
 
-/* Pages that the mover did not take would never arrive: the job ends, once the mover is done with it. */
+/* Pages that the mover did not take would never arrive: the job ends,
+ * once the mover is done with it. */
 static void test_pre_sched__job_whose_offer_was_not_taken_fails(void **state)
 {
     (void)state;

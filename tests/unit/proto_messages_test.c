@@ -1,8 +1,8 @@
 /* Tests of proto/wire.c, proto/messages.c and proto/page.c.
  *
- * tests/golden/wire/<NAME>.hex pins the bytes of one sample of every message; docs/protocol.md holds the table
- * of fields between two marker lines. Both are made here: TOW_WIRE_WRITE=1 writes them instead of comparing.
- * Change a golden only with a new protocol version. */
+ * tests/golden/wire/<NAME>.hex pins the bytes of one sample of every message; docs/protocol.md
+ * holds the table of fields between two marker lines. Both are made here: TOW_WIRE_WRITE=1 writes
+ * them instead of comparing. Change a golden only with a new protocol version. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -16,7 +16,7 @@
 #define DOC_BEGIN "<!-- messages: made from proto/messages.h by proto_messages_test -->\n"
 #define DOC_END   "<!-- end of messages -->\n"
 
-/* --- a sample of every message ------------------------------------------------------------------------------ */
+/* --- a sample of every message ---------------------------------------------------------------- */
 
 static const uint32_t sample_ids[3] = {3, 1000, 0x00fedcba};
 static const uint64_t sample_digests[2] = {0x0123456789abcdef, 0xfedcba9876543210};
@@ -134,7 +134,7 @@ static size_t pack_sample(unsigned type, uint8_t *frame, size_t cap)
     return (size_t)n;
 }
 
-/* --- messages -------------------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 static void test_messages__every_sample_has_its_golden_bytes(void **state)
 {
@@ -323,7 +323,7 @@ static void test_messages__numbers_are_unique_and_caps_positive(void **state)
     }
 }
 
-/* --- parts ------------------------------------------------------------------------------------------------------ */
+/* --- parts ------------------------------------------------------------------------------------ */
 
 static void test_page__part_outside_its_area_is_named(void **state)
 {
@@ -350,7 +350,7 @@ static void test_page__part_outside_its_area_is_named(void **state)
     assert_int_equal(wire_part_check(&p, &shape, &err), TOW_EWIRE);
 }
 
-/* --- docs/protocol.md ---------------------------------------------------------------------------------------------- */
+/* --- docs/protocol.md ------------------------------------------------------------------------- */
 
 static size_t put_fields(char *out, size_t cap,
                          bool (*field)(unsigned, unsigned, struct wire_field_doc *), unsigned row)

@@ -1,5 +1,6 @@
-/* Tests of router/output.h with api_request.h and api_response.h: what a client gets for given tokens,
- * the same for every number of tokens per step, streamed and not. The tokenizer is the demo model's. */
+/* Tests of router/output.h with api_request.h and api_response.h: what a client gets for given
+ * tokens, the same for every number of tokens per step, streamed and not.
+ * The tokenizer is the demo model's. */
 #include "tests/support/check.h"
 
 #include "common/base/buf.h"

@@ -1,5 +1,6 @@
-/* Tests of the parsing half of common/text/chat.h: the strict parser against the goldens, the stream
- * parser against tables, each case at every split in two, byte by byte, and at random splits. */
+/* Tests of the parsing half of common/text/chat.h: the strict parser against the goldens, the
+ * stream parser against tables, each case at every split in two, byte by byte, and at random
+ * splits. */
 #include "tests/support/check.h"
 
 #include "common/base/buf.h"

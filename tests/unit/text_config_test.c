@@ -1,4 +1,5 @@
-/* Tests of common/text/config.h: both namings, defaults, and a refusal for each field that can be wrong. */
+/* Tests of common/text/config.h: both namings, defaults,
+ * and a refusal for each field that can be wrong. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -10,7 +11,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* The smallest legal config in each naming; `extra` is put before the closing brace, and its keys may repeat none. */
+/* The smallest legal config in each naming; `extra` is put before the closing brace,
+ * and its keys may repeat none. */
 static const char HF[] = "\"hidden_size\": 256, \"vocab_size\": 512, \"num_hidden_layers\": 3, "
                          "\"num_attention_heads\": 2, \"head_dim\": 256, "
                          "\"q_lora_rank\": 256, \"o_groups\": 2, \"o_lora_rank\": 128, "

@@ -1,4 +1,5 @@
-/* text/tokenizer, text/detok: ids against the reference, refusals, growth, characters in streams. */
+/* text/tokenizer, text/detok: ids against the reference, refusals, growth,
+ * characters in streams. */
 #include "tests/support/check.h"
 
 #include <glob.h>
