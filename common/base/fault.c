@@ -9,6 +9,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { MAX_ARMED = 16, MAX_PLACES = 256, NAME_BYTES = 48 };
 
@@ -71,6 +72,7 @@ bool tow_fault_hit(const char *name)
     pthread_mutex_unlock(&lock);
     if (!acts) return false;
     if (act == TOW_FAULT_FAIL) return true;
+    while (act == TOW_FAULT_HANG) pause();
     raise(act == TOW_FAULT_KILL ? SIGKILL : SIGSTOP);
     return false;
 }
@@ -101,7 +103,7 @@ static int bad_text(const char *item, size_t len, struct tow_err *err)
 {
     return tow_fail(
         err, TOW_EINVAL,
-        "fault '%.*s': must be NAME=N[+][:fail|kill|stop] with N from 1, comma-separated",
+        "fault '%.*s': must be NAME=N[+][:fail|kill|stop|hang] with N from 1, comma-separated",
         (int)(len < 200 ? len : 200), item);
 }
 
@@ -121,10 +123,10 @@ static int arm_item(const char *item, size_t len, struct tow_err *err)
     if (always) p++;
     enum tow_fault_act act = TOW_FAULT_FAIL;
     if (p < end) {
-        static const char *const words[] = {":fail", ":kill", ":stop"};
+        static const char *const words[] = {":fail", ":kill", ":stop", ":hang"};
         int i = 0;
-        while (i < 3 && ((size_t)(end - p) != strlen(words[i]) || memcmp(p, words[i], 5) != 0)) i++;
-        if (i == 3) return bad_text(item, len, err);
+        while (i < 4 && ((size_t)(end - p) != strlen(words[i]) || memcmp(p, words[i], 5) != 0)) i++;
+        if (i == 4) return bad_text(item, len, err);
         act = (enum tow_fault_act)i;
     }
     if (nth == 0) return bad_text(item, len, err);

@@ -33,13 +33,14 @@ enum tow_fault_act {
     TOW_FAULT_FAIL, /* tow_fault() returns true */
     TOW_FAULT_KILL, /* the process kills itself with SIGKILL, as an out-of-memory killer would */
     TOW_FAULT_STOP, /* the process stops itself with SIGSTOP; goes on, unharmed, on SIGCONT */
+    TOW_FAULT_HANG, /* the thread that came here never goes on; the others do */
 };
 
 /* The nth pass (from 1) of `name` acts, and with `always` each later one too. name "*": any place, so
  * the nth pass of all of them together. At most 16 may be armed. TOW_EINVAL, TOW_EFULL. */
 int tow_fault_arm(const char *name, uint64_t nth, bool always, enum tow_fault_act act,
                   struct tow_err *err);
-/* The value of --fault: "NAME=N[+][:fail|kill|stop][,...]"; + means the Nth and all later ones. */
+/* The value of --fault: "NAME=N[+][:fail|kill|stop|hang][,...]"; + means the Nth and all later ones. */
 int tow_fault_arm_text(const char *text, struct tow_err *err);
 /* Counts passes without making anything fail. */
 void tow_fault_watch(void);

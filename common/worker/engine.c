@@ -26,7 +26,11 @@ struct work_engine {
     pthread_mutex_t lock;
     pthread_cond_t more;
     bool posted, quit; /* under lock */
-    _Atomic uint64_t started_ms, n_steps;
+    uint32_t n_inside; /* submitted and not ended; under lock */
+    /* Since when the oldest of them could have been running; 0: none. Set when it is submitted, not when the
+     * thread takes it: a thread that hangs takes nothing. Written under lock. */
+    _Atomic uint64_t started_ms;
+    _Atomic uint64_t n_steps;
 };
 
 static void run(struct work_engine *e, struct work_step *step)
@@ -62,6 +66,15 @@ static void run(struct work_engine *e, struct work_step *step)
     }
 }
 
+static void count_inside(struct work_engine *e, int change)
+{
+    pthread_mutex_lock(&e->lock);
+    uint32_t before = e->n_inside;
+    e->n_inside = before + (uint32_t)change;
+    if (change < 0 || before == 0) atomic_store(&e->started_ms, e->n_inside ? tow_now_ms() : 0);
+    pthread_mutex_unlock(&e->lock);
+}
+
 static void *thread_main(void *arg)
 {
     struct work_engine *e = arg;
@@ -69,11 +82,13 @@ static void *thread_main(void *arg)
         struct work_step *step;
         if (tow_inbox_take(e->todo, &step)) {
             uint64_t t0 = tow_now_us();
-            atomic_store(&e->started_ms, tow_now_ms());
-            run(e, step);
+            if (step->n == 0)
+                step->rc = tow_fault("engine.probe") ? TOW_EDEVICE : 0;
+            else
+                run(e, step);
             step->busy_us = tow_now_us() - t0;
-            atomic_store(&e->started_ms, 0);
-            atomic_fetch_add(&e->n_steps, 1);
+            count_inside(e, -1);
+            if (step->n > 0) atomic_fetch_add(&e->n_steps, 1);
             tow_assert(tow_inbox_post(e->done, &step) == 0);
             continue;
         }
@@ -158,8 +173,12 @@ void work_engine_close(struct work_engine *e)
 
 int work_engine_submit(struct work_engine *e, struct work_step *step)
 {
+    count_inside(e, 1);
     int rc = tow_inbox_post(e->todo, &step);
-    if (rc < 0) return rc;
+    if (rc < 0) {
+        count_inside(e, -1);
+        return rc;
+    }
     pthread_mutex_lock(&e->lock);
     e->posted = true;
     pthread_cond_signal(&e->more);

@@ -36,7 +36,7 @@ struct work_item {
 
 struct work_step {
     struct work_item *items; /* [n] borrowed; rows together <= max_rows, samples <= max_samples */
-    int32_t n;
+    int32_t n; /* 0: computes nothing; that it comes back shows that the thread is there */
     /* result */
     int rc;              /* not 0: the pass failed as a whole */
     struct tow_err *err; /* borrowed, may be NULL; filled when rc != 0 */
@@ -56,7 +56,7 @@ void work_engine_close(struct work_engine *e);
 int work_engine_submit(struct work_engine *e, struct work_step *step);
 /* The next ended step, or NULL. Call until NULL after each wake. */
 struct work_step *work_engine_done(struct work_engine *e);
-/* How long the step that runs now has been running; 0 when idle. [any thread] */
+/* How long the step that runs now, or should, has been running; 0 when idle. [any thread] */
 uint64_t work_engine_running_ms(const struct work_engine *e);
 uint64_t work_engine_steps(const struct work_engine *e); /* ended since start [any thread] */
 

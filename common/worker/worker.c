@@ -24,8 +24,8 @@
 
 extern char **environ;
 
-enum { N_COMMON = 21, MAX_OPTIONS = 40 };
-enum { MAX_ROUTERS = 16, MAX_FACTS = 24, MAX_DROPS = 64, STUCK_MS = 60000, LEAVE_MS = 500 };
+enum { N_COMMON = 22, MAX_OPTIONS = 40 };
+enum { MAX_ROUTERS = 16, MAX_FACTS = 24, MAX_DROPS = 64, LEAVE_MS = 500, PROBE_MS = 2000 };
 
 /* One router this worker joins. */
 struct router {
@@ -59,6 +59,9 @@ struct work_own {
     uint8_t *frame; /* packing space, WIRE_MAX_BODY + header */
     bool draining, drained;
     int signals, exit_status;
+    struct work_step probe; /* an empty step for an idle engine */
+    bool probing;
+    uint64_t probe_ms; /* when the last one went */
     double tokens_per_s;
     struct drop {
         char name[NET_PEER_NAME_MAX + 1];
@@ -198,12 +201,20 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .max = 86400,
          .unit = "s",
          .help = "on SIGTERM: end what still runs after this"},
+        {.name = "step-limit",
+         .type = TOW_OPT_INT,
+         .out = &s->step_limit_s,
+         .def = "60",
+         .min = 1,
+         .max = 3600,
+         .unit = "s",
+         .help = "a forward pass that takes longer is taken for hung: /health fails"},
         TOW_OPTS_LOG(&s->log_level, &s->log_format),
         {.name = "fault",
          .type = TOW_OPT_STRING,
          .out = &s->fault,
          .otherwise = "none",
-         .help = "make named places fail (tests): NAME=N[+][:fail|kill|stop]"},
+         .help = "make named places fail (tests): NAME=N[+][:fail|kill|stop|hang]"},
     };
     _Static_assert(sizeof table / sizeof *table == N_COMMON, "N_COMMON counts the table");
     memcpy(to, table, sizeof table);
@@ -423,13 +434,16 @@ static void on_open(void *arg, struct net_ctl *c)
     send_frame(w, c, &m);
 }
 
+static bool is_stuck(const struct work *w)
+{
+    return work_engine_running_ms(w->engine) > (uint64_t)w->set.step_limit_s * 1000;
+}
+
 static void heartbeat(struct work *w, struct router *r, uint64_t now)
 {
     struct wire_msg m = {.type = WIRE_HEARTBEAT_MSG};
     w->role->load(w->own->self, &m.heartbeat);
-    m.heartbeat.state = work_engine_running_ms(w->engine) > STUCK_MS ? WIRE_STUCK
-                        : w->own->draining                           ? WIRE_DRAINING
-                                                                     : WIRE_SERVING;
+    m.heartbeat.state = is_stuck(w) ? WIRE_STUCK : w->own->draining ? WIRE_DRAINING : WIRE_SERVING;
     m.heartbeat.tokens_per_s = (uint32_t)w->own->tokens_per_s;
     send_frame(w, r->link, &m);
     r->next_heartbeat_ms = now + r->heartbeat_ms;
@@ -564,7 +578,22 @@ static void on_engine_wake(void *arg)
 {
     struct work *w = arg;
     struct work_step *step;
-    while ((step = work_engine_done(w->engine))) w->role->on_stepped(w->own->self, step);
+    while ((step = work_engine_done(w->engine))) {
+        if (step == &w->own->probe)
+            w->own->probing = false;
+        else
+            w->role->on_stepped(w->own->self, step);
+    }
+}
+
+/* Work shows by itself whether the engine lives; without any, an empty step does. */
+static void probe_engine(struct work *w, uint64_t now)
+{
+    struct work_own *o = w->own;
+    if (work_engine_running_ms(w->engine) > 0 || o->probing || now < o->probe_ms + PROBE_MS) return;
+    o->probe = (struct work_step){0};
+    o->probe_ms = now;
+    o->probing = work_engine_submit(w->engine, &o->probe) == 0;
 }
 
 /* A peer that is not forgotten would be dialled for ever. */
@@ -609,6 +638,7 @@ static void on_tick(void *arg)
     uint64_t now = net_loop_now_ms(w->loop);
     drop_again(w);
     w->role->on_tick(w->own->self, now);
+    probe_engine(w, now);
     for (int i = 0; i < w->own->n_routers; i++) {
         struct router *r = &w->own->routers[i];
         if (r->owner && now >= r->next_heartbeat_ms) heartbeat(w, r, now);
@@ -618,7 +648,7 @@ static void on_tick(void *arg)
 static void on_watchdog(void *arg)
 {
     struct work *w = arg;
-    if (work_engine_running_ms(w->engine) <= STUCK_MS) net_sd_watchdog();
+    if (!is_stuck(w)) net_sd_watchdog();
 }
 
 static void on_leave(void *arg)
@@ -677,7 +707,7 @@ uint64_t work_now_ms(struct work *w)
 static int on_health(void *arg, struct tow_buf *out)
 {
     struct work *w = arg;
-    bool stuck = work_engine_running_ms(w->engine) > STUCK_MS;
+    bool stuck = is_stuck(w);
     tow_buf_printf(out, "%s\n", stuck ? "stuck: one step runs too long" : "ok");
     return stuck ? 503 : 200;
 }
@@ -687,7 +717,10 @@ static int on_ready(void *arg, struct tow_buf *out)
     struct work *w = arg;
     int joined = 0;
     for (int i = 0; i < w->own->n_routers; i++) joined += w->own->routers[i].owner != 0;
-    const char *why = w->own->draining ? "draining" : joined == 0 ? "not joined" : "ready";
+    const char *why = w->own->draining ? "draining"
+                      : is_stuck(w)    ? "stuck"
+                      : joined == 0    ? "not joined"
+                                       : "ready";
     tow_buf_printf(out, "%s\n", why);
     return strcmp(why, "ready") ? 503 : 200;
 }

@@ -25,7 +25,7 @@ struct work_settings {
     const char *model_dir, *name, *device, *join_token_file, *fault;
     struct tow_strings join;
     struct tow_addr status;
-    int64_t threads, index_topk, context_length, kv_pages, lease_ms, drain_s;
+    int64_t threads, index_topk, context_length, kv_pages, lease_ms, drain_s, step_limit_s;
     uint64_t host_tier;
     double memory_fraction;
     int kv_dtype, index_keys, expert_activations, numerics, log_level, log_format;
