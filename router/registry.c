@@ -232,6 +232,7 @@ int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *j, uint64_
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
         g->proof[j->slot][i] = g->proof[i][j->slot] = RTR_UNPROVED;
         g->retry_ms[j->slot][i] = g->retry_ms[i][j->slot] = 0;
+        g->links[j->slot][i] = g->links[i][j->slot] = (struct rtr_link){0};
     }
     set_state(w, RTR_STARTING);
     g->joins++;
@@ -314,7 +315,7 @@ void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t deco
 {
     struct rtr_link *l = &g->links[prefill][decode];
     g->proof[prefill][decode] = m->ok ? RTR_PROVED : RTR_REFUTED;
-    memset(l, 0, sizeof *l);
+    l->transport[0] = 0;
     if (!m->ok) return;
     wire_text_copy(m->transport, l->transport, sizeof l->transport);
     l->by_am = m->method == WIRE_METHOD_AM;
@@ -351,6 +352,36 @@ void rtr_registry_worked(struct rtr_registry *g, uint32_t slot)
     w->pause_ms = 0;
     w->probes = 0;
     w->circuit = RTR_CLOSED;
+}
+
+void rtr_registry_link_failed(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                              uint64_t now_ms)
+{
+    struct rtr_link *l = &g->links[prefill][decode];
+    if (++l->failures < RTR_TRIP) return;
+    l->pause_ms = l->pause_ms ? 2 * l->pause_ms : PAUSE_MIN_MS;
+    if (l->pause_ms > PAUSE_MAX_MS) l->pause_ms = PAUSE_MAX_MS;
+    l->reopen_ms = now_ms + l->pause_ms;
+}
+
+void rtr_registry_link_worked(struct rtr_registry *g, uint32_t prefill, uint32_t decode)
+{
+    struct rtr_link *l = &g->links[prefill][decode];
+    l->failures = l->pause_ms = 0;
+    l->reopen_ms = 0;
+}
+
+void rtr_registry_link_picked(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                              uint64_t now_ms)
+{
+    struct rtr_link *l = &g->links[prefill][decode];
+    if (l->failures >= RTR_TRIP) l->reopen_ms = now_ms + l->pause_ms;
+}
+
+bool rtr_registry_link_open(const struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                            uint64_t now_ms)
+{
+    return now_ms >= g->links[prefill][decode].reopen_ms;
 }
 
 void rtr_registry_busy(struct rtr_registry *g, uint32_t slot, uint32_t retry_ms, uint64_t now_ms)

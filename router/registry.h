@@ -16,6 +16,8 @@
  *
  * Failures are remembered by name across restarts: `RTR_TRIP` in a row open the circuit; after a pause
  * (1 s, doubled up to 8 s) one request at a time probes; one success closes it. Being busy is no failure.
+ * Pages that do not arrive may be either side's fault, so they count against the link between the two, by the
+ * same rule: a decode worker that cannot fetch does not take its healthy prefill workers down with it.
  */
 #ifndef RTR_REGISTRY_H
 #define RTR_REGISTRY_H
@@ -73,11 +75,13 @@ struct rtr_worker {
     uint64_t total_failures;
 };
 
-/* What the proof of a link found. Of use to people only; nothing is decided by it. */
+/* What the proof of a link found (of use to people only), and what became of requests since. */
 struct rtr_link {
     char transport[WIRE_MAX_NAME + 1]; /* as the transport names it; "" until proved */
     bool by_am;                        /* pages come by active message, not by get */
     uint32_t mb_per_s, latency_us;
+    uint32_t failures, pause_ms; /* in a row; the pause after the last one */
+    uint64_t reopen_ms;          /* nothing goes this way before */
 };
 
 struct rtr_registry {
@@ -134,6 +138,14 @@ void rtr_registry_worked(struct rtr_registry *g, uint32_t slot);
 void rtr_registry_busy(struct rtr_registry *g, uint32_t slot, uint32_t retry_ms, uint64_t now_ms);
 /* May a request go there? warm_up: into STARTING ones too. A pick of a HALF_OPEN one counts as its probe. */
 bool rtr_registry_open(struct rtr_registry *g, uint32_t slot, bool warm_up, uint64_t now_ms);
+/* The same for the link of a pair. picked: a request goes this way now; while it is a probe, no other. */
+void rtr_registry_link_failed(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                              uint64_t now_ms);
+void rtr_registry_link_worked(struct rtr_registry *g, uint32_t prefill, uint32_t decode);
+void rtr_registry_link_picked(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                              uint64_t now_ms);
+bool rtr_registry_link_open(const struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                            uint64_t now_ms);
 uint32_t rtr_registry_free_pages(const struct rtr_registry *g, uint32_t slot);
 uint64_t rtr_registry_free_tokens(const struct rtr_registry *g, uint32_t slot);
 

@@ -530,6 +530,7 @@ static bool pick(struct rtr_route *r, const struct run *run, const struct run *h
             struct rtr_worker *wp = worker(r, p);
             if (!live(wp) || wp->role != WIRE_PREFILL_ROLE) continue;
             if (r->workers.proof[p][d] != RTR_PROVED) continue;
+            if (!rtr_registry_link_open(&r->workers, p, d, now_ms)) continue;
             if (warm ? p != run->pin[P] : strict && p == run->avoid[P]) continue;
             if (!rtr_registry_open(&r->workers, p, warm, now_ms) ||
                 !prefill_could(wp, run_tokens(run)))
@@ -596,6 +597,7 @@ static bool reserve(struct rtr_route *r, struct run *run, uint32_t p, uint32_t d
     wd->tickets++;
     wp->tickets++;
     wp->picked = wd->picked = ++r->workers.picks;
+    rtr_registry_link_picked(&r->workers, p, d, now_ms);
     if (wp->circuit == RTR_HALF_OPEN) wp->probes++;
     if (wd->circuit == RTR_HALF_OPEN) wd->probes++;
     tow_list_append(&r->attempts, &a->all);
@@ -954,16 +956,21 @@ static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct 
     }
 }
 
-/* Whose fault is it? The one who reports, unless it reports that the other did not do its part. */
-static int to_blame(int s, int code)
+/* Whose fault is it? The one who reports, unless it reports that pages did not arrive: that may be either
+ * one's, or of what lies between. */
+static void blame(struct rtr_route *r, const struct attempt *a, int s, int code, uint64_t now_ms)
 {
     switch (code) {
     case TOW_EPEER:
     case TOW_ETIME:
-    case TOW_EDIGEST: return !s;
+    case TOW_EDIGEST:
+        if (side_worker(r, a, P) && side_worker(r, a, D))
+            rtr_registry_link_failed(&r->workers, a->side[P].slot, a->side[D].slot, now_ms);
+        break;
     case TOW_ECANCEL:
-    case TOW_ESTATE: return -1;
-    default: return s;
+    case TOW_ESTATE: break;
+    default:
+        if (side_worker(r, a, s)) rtr_registry_failed(&r->workers, a->side[s].slot, now_ms);
     }
 }
 
@@ -996,9 +1003,7 @@ static void on_failed(struct rtr_route *r, struct attempt *a, int s, const struc
         return;
     default: break;
     }
-    int blame = to_blame(s, code);
-    if (blame >= 0 && side_worker(r, a, blame))
-        rtr_registry_failed(&r->workers, a->side[blame].slot, now_ms);
+    blame(r, a, s, code, now_ms);
     try_again(r, run, code, tow_err_text(code), now_ms, out);
 }
 
@@ -1075,6 +1080,8 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
     }
     for (int k = P; k <= D; k++)
         if (side_worker(r, a, k)) rtr_registry_worked(&r->workers, a->side[k].slot);
+    if (side_worker(r, a, P) && side_worker(r, a, D))
+        rtr_registry_link_worked(&r->workers, a->side[P].slot, a->side[D].slot);
     if (run->job->warm_up) warmed(r, run);
     /* Prefill is done too, only its last word may be under way. */
     run->attempt = NULL;
@@ -1415,7 +1422,6 @@ void rtr_route_reap(struct rtr_route *r)
 
 bool rtr_route_ready(struct rtr_route *r, uint64_t now_ms, const char **why)
 {
-    (void)now_ms;
     bool joined[2] = {false, false}, proved = false;
     if (r->draining) {
         *why = "draining";
@@ -1430,6 +1436,7 @@ bool rtr_route_ready(struct rtr_route *r, uint64_t now_ms, const char **why)
             struct rtr_worker *wd = worker(r, d);
             if (r->workers.proof[p][d] != RTR_PROVED) continue;
             proved = true;
+            if (!rtr_registry_link_open(&r->workers, p, d, now_ms)) continue;
             if (wp->state == RTR_SERVING && wd->state == RTR_SERVING && !wp->draining &&
                 !wd->draining && wp->circuit != RTR_OPEN && wd->circuit != RTR_OPEN)
                 return true;

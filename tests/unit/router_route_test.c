@@ -415,10 +415,8 @@ static void test_route__busy_worker_is_tried_again_and_never_left_out(void **sta
     teardown(&w);
 }
 
-/* RT-04: three failures leave it out, one probe at a time, one success brings it back. */
-static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **state)
+static void left_out_and_back(int code)
 {
-    (void)state;
     struct world w;
     struct rtr_job *job;
     struct rtr_refusal f;
@@ -440,7 +438,8 @@ static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **
             struct wire_ticket t = r->msg.reserve.ticket;
             if (conn == D2 && !repaired) {
                 failures++;
-                failed(&w, D2, t, TOW_EDEVICE);
+                failed(&w, D2, t, code);
+                assert_int_equal(worker(&w, "p1")->circuit, RTR_CLOSED);
                 assert_null(nth(&w, RTR_DO_FAIL, 0, 0, 0));
                 continue;
             }
@@ -457,6 +456,16 @@ static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **
     assert_in_range(failures, 3, 3 + 5); /* to be left out, then probes at 1, 3, 7 s */
     assert_in_range(healed, 10, 100);
     teardown(&w);
+}
+
+/* RT-04: three failures leave it out, one probe at a time, one success brings it back; also when it says that its
+ * peer is to blame, for which the peer does not suffer with others. */
+static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **state)
+{
+    (void)state;
+    left_out_and_back(TOW_EDEVICE);
+    left_out_and_back(TOW_EPEER);
+    left_out_and_back(TOW_EDIGEST);
 }
 
 static struct wire_ticket reserved(struct world *w)
