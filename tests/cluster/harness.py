@@ -95,6 +95,7 @@ class Process:
         self.cluster, self.program, self.name, self.argv = cluster, program, name, list(argv)
         self.popen, self.port, self.runs, self.paused = None, 0, 0, False
         self.host, self.prefix = "127.0.0.1", []  # where its status is; what runs it ("ip netns exec NAME", say)
+        self.env = {}
         self.log_path = ""
 
     def start(self, *extra):
@@ -104,6 +105,7 @@ class Process:
         self.log_path = os.path.join(self.cluster.dir, "%s.%d.log" % (self.name, self.runs))
         binary = os.path.join(ROOT, self.cluster.build, "bin", "towpath-" + self.program)
         env = {k: v for k, v in os.environ.items() if not k.startswith("TOWPATH_")}
+        env.update(self.env)
         with open(self.log_path, "w") as log:
             self.popen = subprocess.Popen(self.prefix + [binary] + self.argv + list(extra), stdin=subprocess.DEVNULL,
                                           stdout=log, stderr=log, env=env)
