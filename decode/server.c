@@ -1,5 +1,6 @@
-/* decode/server.c - see server.h. Events of routers, mover and engine go into the machine; each action it answers with
- * is performed here, in order. An action that fails at once becomes an event of its own, taken after the list is done. */
+/* decode/server.c - see server.h. Events of routers, mover and engine go into the machine; each
+ * action it answers with is performed here, in order. An action that fails at once becomes an
+ * event of its own, taken after the list is done. */
 #include "decode/server.h"
 
 #include "common/base/err.h"

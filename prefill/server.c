@@ -1,5 +1,6 @@
-/* prefill/server.c - see server.h. Events of routers, mover and engine go into the machine; each action it answers with
- * is performed here, in order. An action that fails at once becomes an event of its own, taken after the list is done. */
+/* prefill/server.c - see server.h. Events of routers, mover and engine go into the machine; each
+ * action it answers with is performed here, in order. An action that fails at once becomes an
+ * event of its own, taken after the list is done. */
 #include "prefill/server.h"
 
 #include "common/base/err.h"

@@ -1,8 +1,8 @@
 /* router/registry.c - see registry.h for the chart.
  *
- * Others' share of a worker is what its heartbeat reports as taken beyond what we hold ourselves. Messages
- * of one worker come in order, and it reports an end only after its pages are back, so this never
- * overestimates for long; where it underestimates the worker's own DENY decides.
+ * Others' share of a worker is what its heartbeat reports as taken beyond what we hold ourselves.
+ * Messages of one worker come in order, and it reports an end only after its pages are back, so
+ * this never overestimates for long; where it underestimates the worker's own DENY decides.
  */
 #include "router/registry.h"
 
@@ -55,7 +55,7 @@ const char *rtr_worker_state_name(const struct rtr_worker *w)
     return w->state == RTR_STARTING ? "starting" : "serving";
 }
 
-/* --- joining ------------------------------------------------------------------------------------------ */
+/* --- joining ---------------------------------------------------------------------------------- */
 
 static bool find_fact(struct wire_bytes facts, struct wire_text field, struct wire_fact *out)
 {
@@ -272,7 +272,7 @@ bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t d
                        1u << WIRE_FACT_NUMERICS, diff);
 }
 
-/* --- life signs ------------------------------------------------------------------------------------------ */
+/* --- life signs ------------------------------------------------------------------------------- */
 
 void rtr_registry_heard(struct rtr_registry *g, uint32_t slot, uint64_t now_ms)
 {
@@ -330,7 +330,7 @@ void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot)
     if (w->state == RTR_STARTING) set_state(w, RTR_SERVING);
 }
 
-/* --- failures ------------------------------------------------------------------------------------------- */
+/* --- failures --------------------------------------------------------------------------------- */
 
 void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms)
 {

@@ -1,12 +1,14 @@
-/* router/registry.h - the workers of this router: who may join, how they are, which pairs are proved.
+/* router/registry.h - the workers of this router: who may join, how they are, which pairs are
+ * proved.
  *
  * Why      A request is placed by what is known here: capacity, load, life signs, proofs, failures.
- * Owner    The loop thread, through router/route. Pure: time is an argument, nothing is sent from here.
+ * Owner    The loop thread, through router/route. Pure: time is an argument, nothing is sent from
+ *          here.
  *
- *   (free) --join--> STARTING --warm-up passed--> SERVING --2 heartbeats missed--> SUSPECT --heard--> SERVING
+ *   (free) --join--> STARTING --warm-up passed--> SERVING --2 heartbeats missed--> SUSPECT
  *                       |                            |                               |
  *                       +--- connection closed, 5 missed, replaced, stuck -----------+--> GONE
- *   DRAINING is a flag beside the state: no new work, the old goes on.
+ *   SUSPECT --heard--> SERVING. DRAINING is a flag beside the state: no new work, the old goes on.
  *
  * state     true in it                                         deadline
  * STARTING  joined; only warm-up requests go there             5 heartbeats of silence
@@ -14,10 +16,11 @@
  * SUSPECT   no new work                                        5 heartbeats: GONE
  * GONE      no connection; the slot keeps name and failures    -
  *
- * Failures are remembered by name across restarts: `RTR_TRIP` in a row open the circuit; after a pause
- * (1 s, doubled up to 8 s) one request at a time probes; one success closes it. Being busy is no failure.
- * Pages that do not arrive may be either side's fault, so they count against the link between the two, by the
- * same rule: a decode worker that cannot fetch does not take its healthy prefill workers down with it.
+ * Failures are remembered by name across restarts: `RTR_TRIP` in a row open the circuit; after a
+ * pause (1 s, doubled up to 8 s) one request at a time probes; one success closes it. Being busy is
+ * no failure. Pages that do not arrive may be either side's fault, so they count against the link
+ * between the two, by the same rule: a decode worker that cannot fetch does not take its healthy
+ * prefill workers down with it.
  */
 #ifndef RTR_REGISTRY_H
 #define RTR_REGISTRY_H
@@ -107,9 +110,9 @@ struct rtr_join {
     char field[WIRE_MAX_NAME + 1], ours[WIRE_MAX_VALUE + 1],
         theirs[WIRE_MAX_VALUE + 1]; /* on refusal */
 };
-/* Admits or refuses. Wire, model and layout facts must equal those of all live workers; numerics may
- * differ (such pairs are not made); free ones too. When *join->replaced is set, the caller has to end the old
- * tickets before it uses the slot: check() says so without admitting. */
+/* Admits or refuses. Wire, model and layout facts must equal those of all live workers; numerics
+ * may differ (such pairs are not made); free ones too. When *join->replaced is set, the caller has
+ * to end the old tickets before it uses the slot: check() says so without admitting. */
 int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m, uint64_t now_ms,
                        struct rtr_join *join, struct tow_err *err);
 int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *join, uint64_t conn,
@@ -121,7 +124,8 @@ uint32_t rtr_registry_by_name(const struct rtr_registry *g,
 void rtr_registry_heard(struct rtr_registry *g, uint32_t slot, uint64_t now_ms);
 void rtr_registry_beat(struct rtr_registry *g, uint32_t slot, const struct wire_heartbeat *m,
                        uint64_t now_ms);
-/* Judges silence and standstill. False: it is dead now, *why a literal; call lost after ending its tickets. */
+/* Judges silence and standstill. False: it is dead now, *why a literal;
+ * call lost after ending its tickets. */
 bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, const char **why);
 
 /* Numerics equal, so that a link is worth proving. False with *field set: which one differs. */
@@ -136,9 +140,11 @@ void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot); /* a request we
 void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms);
 void rtr_registry_worked(struct rtr_registry *g, uint32_t slot);
 void rtr_registry_busy(struct rtr_registry *g, uint32_t slot, uint32_t retry_ms, uint64_t now_ms);
-/* May a request go there? warm_up: into STARTING ones too. A pick of a HALF_OPEN one counts as its probe. */
+/* May a request go there? warm_up: into STARTING ones too.
+ * A pick of a HALF_OPEN one counts as its probe. */
 bool rtr_registry_open(struct rtr_registry *g, uint32_t slot, bool warm_up, uint64_t now_ms);
-/* The same for the link of a pair. picked: a request goes this way now; while it is a probe, no other. */
+/* The same for the link of a pair. picked: a request goes this way now;
+ * while it is a probe, no other. */
 void rtr_registry_link_failed(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                               uint64_t now_ms);
 void rtr_registry_link_worked(struct rtr_registry *g, uint32_t prefill, uint32_t decode);

@@ -1,9 +1,9 @@
 /* router/route.c - see route.h for the chart and the rules.
  *
- * Two kinds of objects: runs, which belong to clients, and attempts, which belong to workers. An attempt may
- * outlive its run (cancelled, gone elsewhere) and then has run == NULL. Budgets are held by attempts
- * only, so no path through a run can leak one. Rejected: counters per worker that requests add to
- * and take from at several places; they drift with each forgotten path.
+ * Two kinds of objects: runs, which belong to clients, and attempts, which belong to workers. An
+ * attempt may outlive its run (cancelled, gone elsewhere) and then has run == NULL. Budgets are
+ * held by attempts only, so no path through a run can leak one. Rejected: counters per worker that
+ * requests add to and take from at several places; they drift with each forgotten path.
  */
 #include "router/route.h"
 
@@ -149,7 +149,7 @@ static bool live(const struct rtr_worker *w)
     return w->state != RTR_GONE;
 }
 
-/* --- runs: state and queue ------------------------------------------------------------------------------ */
+/* --- runs: state and queue -------------------------------------------------------------------- */
 
 static void count_waiting(struct rtr_route *r, struct run *run, bool waiting)
 {
@@ -195,7 +195,7 @@ static uint64_t run_deadline(const struct run *run)
     return run->deadline_ms < run->queue_ends_ms ? run->deadline_ms : run->queue_ends_ms;
 }
 
-/* --- attempts: budgets and the winding up --------------------------------------------------------------- */
+/* --- attempts: budgets and the winding up ----------------------------------------------------- */
 
 static struct attempt *find_attempt(struct rtr_route *r, struct wire_ticket t)
 {
@@ -277,7 +277,7 @@ static void let_go(struct rtr_route *r, struct run *run, enum wire_cancel_reason
     attempt_try_free(r, a);
 }
 
-/* --- the ends of a run ------------------------------------------------------------------------------------ */
+/* --- the ends of a run ------------------------------------------------------------------------ */
 
 static void bury(struct rtr_route *r, struct rtr_job *job)
 {
@@ -393,7 +393,7 @@ static void try_again(struct rtr_route *r, struct run *run, int code, const char
     }
 }
 
-/* --- placement ------------------------------------------------------------------------------------------- */
+/* --- placement -------------------------------------------------------------------------------- */
 
 static uint32_t run_tokens(const struct run *run)
 {
@@ -428,10 +428,9 @@ static bool prefill_could(const struct rtr_worker *w, uint64_t n)
     return n <= w->max_context && n <= w->max_pending_tokens && pages_for(w, n) <= w->pages;
 }
 
-/* Could the workers we know, those gone just now too, hold it if they had nothing else? True while a role
- * is missing. A
- * prefill worker must be able to hold the whole answer too: a stream that loses its decode worker, or
- * is pushed back, comes to it again with all its tokens. */
+/* Could the workers we know, those gone just now too, hold it if they had nothing else? True while
+ * a role is missing. A prefill worker must be able to hold the whole answer too: a stream that
+ * loses its decode worker, or is pushed back, comes to it again with all its tokens. */
 static bool could_ever(struct rtr_route *r, uint64_t whole)
 {
     bool seen[2] = {false, false}, could[2] = {false, false};
@@ -503,7 +502,8 @@ static bool leaves_lane(const struct rtr_worker *p, const struct rtr_worker *d,
            d->long_tickets + 1 + lane(d->max_tickets, 1, 1) <= d->max_tickets;
 }
 
-/* A short one may pass `head` beyond the limit: what short ones hold then is never in head's way. */
+/* A short one may pass `head` beyond the limit: what short ones hold then is never in head's
+ * way. */
 static bool keeps_lane(const struct rtr_worker *p, const struct rtr_worker *d,
                        const struct run *head, const struct run *run)
 {
@@ -512,8 +512,8 @@ static bool keeps_lane(const struct rtr_worker *p, const struct rtr_worker *d,
            p->held_tokens - p->long_tokens + run_tokens(run) <= token_lane(p, head);
 }
 
-/* The best pair that has room now. `strict` leaves out where the run failed last; head, if not NULL, may be
- * passed only in the lane. */
+/* The best pair that has room now. `strict` leaves out where the run failed last; head, if not
+ * NULL, may be passed only in the lane. */
 static bool pick(struct rtr_route *r, const struct run *run, const struct run *head, bool strict,
                  uint64_t now_ms, uint32_t *out_p, uint32_t *out_d)
 {
@@ -643,7 +643,8 @@ static void fail_too_big(struct rtr_route *r, struct run *run, uint64_t now_ms,
     fail_job(r, run, run->n_output ? TOW_EBUSY : TOW_EINVAL, 0, "too_large", text, now_ms, out);
 }
 
-/* In order, with bounded passing: see route.h. quiet: inside a client's call, where nobody may fail. */
+/* In order, with bounded passing: see route.h.
+ * quiet: inside a client's call, where nobody may fail. */
 static void dispatch(struct rtr_route *r, bool quiet, uint64_t now_ms, struct rtr_actions *out)
 {
     struct run *blocked = NULL;
@@ -668,7 +669,7 @@ static void dispatch(struct rtr_route *r, bool quiet, uint64_t now_ms, struct rt
     }
 }
 
-/* --- pairs and warm-up ------------------------------------------------------------------------------------- */
+/* --- pairs and warm-up ------------------------------------------------------------------------ */
 
 static void prove(struct rtr_route *r, uint32_t p, uint32_t d, uint64_t now_ms,
                   struct rtr_actions *out)
@@ -798,7 +799,7 @@ static void warmed(struct rtr_route *r, const struct run *run)
     r->dirty = true;
 }
 
-/* --- workers come and go ---------------------------------------------------------------------------------- */
+/* --- workers come and go ---------------------------------------------------------------------- */
 
 /* Decode has all it needs once it streams: the link may have broken under the last ACK, say. */
 static bool needless(const struct run *run, int s)
@@ -902,7 +903,7 @@ static void check_workers(struct rtr_route *r, uint64_t now_ms, struct rtr_actio
     }
 }
 
-/* --- messages about a ticket -------------------------------------------------------------------------------- */
+/* --- messages about a ticket ------------------------------------------------------------------ */
 
 static void on_grant(struct rtr_route *r, struct attempt *a, int s, struct rtr_actions *out)
 {
@@ -956,8 +957,8 @@ static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct 
     }
 }
 
-/* Whose fault is it? The one who reports, unless it reports that pages did not arrive: that may be either
- * one's, or of what lies between. */
+/* Whose fault is it? The one who reports, unless it reports that pages did not arrive: that may be
+ * either one's, or of what lies between. */
 static void blame(struct rtr_route *r, const struct attempt *a, int s, int code, uint64_t now_ms)
 {
     switch (code) {
@@ -1174,7 +1175,7 @@ static void on_message(struct rtr_route *r, const struct rtr_event *ev, struct r
     }
 }
 
-/* --- time ---------------------------------------------------------------------------------------------------- */
+/* --- time ------------------------------------------------------------------------------------- */
 
 static void run_late(struct rtr_route *r, struct run *run, uint64_t now_ms, struct rtr_actions *out)
 {
@@ -1240,7 +1241,7 @@ static void check_drain(struct rtr_route *r, uint64_t now_ms, struct rtr_actions
     }
 }
 
-/* --- the machine ------------------------------------------------------------------------------------------- */
+/* --- the machine ------------------------------------------------------------------------------ */
 
 static void settle(struct rtr_route *r, uint64_t now_ms, struct rtr_actions *out)
 {
@@ -1276,7 +1277,7 @@ void rtr_route_step(struct rtr_route *r, const struct rtr_event *ev, struct rtr_
     check_drain(r, ev->now_ms, out);
 }
 
-/* --- clients ------------------------------------------------------------------------------------------------ */
+/* --- clients ---------------------------------------------------------------------------------- */
 
 static int refuse(struct rtr_route *r, struct rtr_refusal *f, int code, uint32_t n,
                   const char *reason, bool again, const char *text)
@@ -1418,7 +1419,7 @@ void rtr_route_reap(struct rtr_route *r)
     TOW_LIST_EACH_SAFE (n, &r->dead) job_free(TOW_CONTAINER(n, struct rtr_job, node));
 }
 
-/* --- what others ask ----------------------------------------------------------------------------------------- */
+/* --- what others ask -------------------------------------------------------------------------- */
 
 bool rtr_route_ready(struct rtr_route *r, uint64_t now_ms, const char **why)
 {

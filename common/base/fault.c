@@ -1,5 +1,6 @@
 /* base/fault.c - a small table of places under one lock; nobody looks at it unless a test has armed
- * something. Names are compared as text, not by address: one place may be compiled into two files. */
+ * something. Names are compared as text, not by address: one place may be compiled into two
+ * files. */
 #include "common/base/fault.h"
 
 #include "common/base/buf.h"

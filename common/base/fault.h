@@ -5,8 +5,8 @@
  * Why      Every error path has a place where it starts; a test makes the 1st, 2nd, 3rd ... fail
  *          until a run sees none (the torture idiom, see tests/fault/README.md).
  * Cost     Off (the default): one relaxed load and one branch that is never taken.
- * Rules    A name is a literal "area.what", not longer than 47 bytes. It stands where the real failure
- *          would be noticed, so that the caller cannot tell the difference.
+ * Rules    A name is a literal "area.what", not longer than 47 bytes. It stands where the real
+ *          failure would be noticed, so that the caller cannot tell the difference.
  * Threads  [any thread]; arming and reading counts too.
  */
 #ifndef TOW_BASE_FAULT_H
@@ -36,11 +36,12 @@ enum tow_fault_act {
     TOW_FAULT_HANG, /* the thread that came here never goes on; the others do */
 };
 
-/* The nth pass (from 1) of `name` acts, and with `always` each later one too. name "*": any place, so
- * the nth pass of all of them together. At most 16 may be armed. TOW_EINVAL, TOW_EFULL. */
+/* The nth pass (from 1) of `name` acts, and with `always` each later one too. name "*": any place,
+ * so the nth pass of all of them together. At most 16 may be armed. TOW_EINVAL, TOW_EFULL. */
 int tow_fault_arm(const char *name, uint64_t nth, bool always, enum tow_fault_act act,
                   struct tow_err *err);
-/* The value of --fault: "NAME=N[+][:fail|kill|stop|hang][,...]"; + means the Nth and all later ones. */
+/* The value of --fault: "NAME=N[+][:fail|kill|stop|hang][,...]";
+ * + means the Nth and all later ones. */
 int tow_fault_arm_text(const char *text, struct tow_err *err);
 /* Counts passes without making anything fail. */
 void tow_fault_watch(void);

@@ -1,4 +1,5 @@
-/* worker/engine.c - see engine.h. Two inboxes, one each way; the thread sleeps on a condition in between. */
+/* worker/engine.c - see engine.h. Two inboxes, one each way;
+ * the thread sleeps on a condition in between. */
 #include "common/worker/engine.h"
 
 #include "common/base/clock.h"
@@ -27,8 +28,8 @@ struct work_engine {
     pthread_cond_t more;
     bool posted, quit; /* under lock */
     uint32_t n_inside; /* submitted and not ended; under lock */
-    /* Since when the oldest of them could have been running; 0: none. Set when it is submitted, not when the
-     * thread takes it: a thread that hangs takes nothing. Written under lock. */
+    /* Since when the oldest of them could have been running; 0: none. Set when it is submitted, not
+     * when the thread takes it: a thread that hangs takes nothing. Written under lock. */
     _Atomic uint64_t started_ms;
     _Atomic uint64_t n_steps;
 };

@@ -1,8 +1,9 @@
-/* worker/engine.h - the engine thread: runs steps of the model and draws tokens, one step at a time.
+/* worker/engine.h - the engine thread: runs steps of the model and draws tokens, one step at a
+ * time.
  *
  * Why      A forward pass takes milliseconds to seconds; the control thread must never wait for it.
- * Owner    Control thread: submit and done. The thread in here owns the model; a step and all it points to
- *          belong to it from submit until the step comes back.
+ * Owner    Control thread: submit and done. The thread in here owns the model; a step and all it
+ *          points to belong to it from submit until the step comes back.
  * Holds    Every submitted step comes back exactly once, in order. At most WORK_ENGINE_QUEUE wait.
  */
 #ifndef WORK_ENGINE_H
@@ -44,8 +45,9 @@ struct work_step {
     void *user;
 };
 
-/* pages: base of the page pool, borrowed, with n_pages of them. max_samples: most sampled items of one step. wake: called on the engine thread when a step has ended. The model
- * is borrowed and used by nobody else until work_engine_close(). */
+/* pages: base of the page pool, borrowed, with n_pages of them. max_samples: most sampled items of
+ * one step. wake: called on the engine thread when a step has ended. The model is borrowed and
+ * used by nobody else until work_engine_close(). */
 int work_engine_open(struct work_engine **out, struct model *m, void *pages, uint32_t n_pages,
                      int32_t max_samples, void (*wake)(void *arg), void *wake_arg,
                      struct tow_err *err);

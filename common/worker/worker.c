@@ -1,4 +1,5 @@
-/* worker/worker.c - see worker.h. Start-up is one straight list of things opened, closed in reverse order. */
+/* worker/worker.c - see worker.h. Start-up is one straight list of things opened,
+ * closed in reverse order. */
 #include "common/worker/worker.h"
 
 #include "common/base/buf.h"
@@ -277,7 +278,8 @@ static uint64_t memory_available(void)
     return kb * 1024;
 }
 
-/* Pages: as asked, else what the share of memory holds, but no more than four full contexts can use. */
+/* Pages: as asked, else what the share of memory holds,
+ * but no more than four full contexts can use. */
 static int plan_pool(struct work *w, struct tow_err *err)
 {
     const struct work_settings *s = &w->set;
@@ -303,7 +305,8 @@ static int plan_pool(struct work *w, struct tow_err *err)
                 s->memory_fraction, (unsigned long long)(memory_available() >> 20), (long long)page,
                 w->n_tails, (long long)w->layout->tail_bytes);
     }
-    /* The transport fills shared memory to test it: too much would take the machine down with it. */
+    /* The transport fills shared memory to test it: too much would take the machine down with
+     * it. */
     double need = (double)n * (double)page + (double)w->n_tails * (double)w->layout->tail_bytes;
     uint64_t memory = memory_available(); /* 0: not known */
     if (memory && need > (double)memory)
@@ -498,7 +501,8 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
         for (int i = 0; i < w->own->n_routers; i++) {
             struct router *o = &w->own->routers[i];
             if (o == r || o->incarnation != m.welcome.router_incarnation) continue;
-            /* It takes us for one worker that came anew, and the two connections would end each other for ever. */
+            /* It takes us for one worker that came anew,
+             * and the two connections would end each other for ever. */
             tow_error("%s: %s and %s are the same router; the second is left out", w->name, o->url,
                       r->url);
             net_ctl_dialer_close(r->dialer);
@@ -565,7 +569,7 @@ static void on_retry(void *arg, const char *url, const char *why, uint64_t retry
               (unsigned long long)retry_ms);
 }
 
-/* ------------------------------------------------------------------ events of the other threads, timers */
+/* ------------------------------------------------------------------ other threads, timers */
 
 static void on_mover_wake(void *arg)
 {
@@ -967,7 +971,8 @@ int work_run(const struct work_role *role, int argc, char **argv)
         if (rc == 0) {
             net_loop_run(w->loop);
             status = o->exit_status;
-            /* After a loss of the engine its thread may never come back: leave without waiting for it. */
+            /* After a loss of the engine its thread may never come back: leave without waiting
+             * for it. */
             if (status != 0 || o->signals > 1) _exit(status);
         }
         if (rc < 0) tow_error("%s", err.msg);

@@ -1,10 +1,12 @@
-/* worker/worker.h - what a prefill and a decode process have in common: settings, model, pool, threads, routers.
+/* worker/worker.h - what a prefill and a decode process have in common: settings, model, pool,
+ * threads, routers.
  *
- * Why      The two roles differ in which tickets they take and what they do with them, and in nothing else. The
- *          process around that (flags, checkpoint, page pool, transfer and engine thread, connections to routers,
- *          heartbeats, own HTTP status, drain) is here once.
+ * Why      The two roles differ in which tickets they take and what they do with them, and in
+ *          nothing else. The process around that (flags, checkpoint, page pool, transfer and engine
+ *          thread, connections to routers, heartbeats, own HTTP status, drain) is here once.
  * Owner    The control thread: every hook and every call.
- * Order    work_run() loads and checks everything first; a worker joins no router before it could serve.
+ * Order    work_run() loads and checks everything first;
+ *          a worker joins no router before it could serve.
  */
 #ifndef WORK_WORKER_H
 #define WORK_WORKER_H
@@ -37,7 +39,8 @@ struct work_role {
     enum wire_role role;
     const struct tow_opt *options; /* flags besides the common ones */
     size_t n_options;
-    /* After flags are read, before anything is opened. max_rows, max_samples, max_tickets, n_tails must be set. */
+    /* After flags are read, before anything is opened.
+     * max_rows, max_samples, max_tickets, n_tails must be set. */
     int (*plan)(struct work *w, struct tow_err *err);
     int (*start)(struct work *w, void **self, struct tow_err *err);
     void (*stop)(void *self); /* mover and engine are closed already */
@@ -90,7 +93,8 @@ void work_die(struct work *w, const struct tow_err *err);
 /* Tokens per second while busy, an average over the last steps, for HEARTBEAT. */
 void work_measured(struct work *w, uint32_t tokens, uint64_t busy_us);
 
-/* The sampler's parameters from the wire; bias must hold wire_n_bias() entries and outlive the result. */
+/* The sampler's parameters from the wire; bias must hold wire_n_bias() entries and outlive the
+ * result. */
 void work_sampling(const struct wire_sampling *s, struct model_bias *bias,
                    struct model_sampling *out);
 /* The index_topk of one request: 0 means the worker's own, more than the engine takes is cut. */

@@ -1,4 +1,5 @@
-/* Tests of router/route.c and router/registry.c against scripted workers. Random orders: cluster_model_test.c. */
+/* Tests of router/route.c and router/registry.c against scripted workers.
+ * Random orders: cluster_model_test.c. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -309,7 +310,8 @@ static void test_route__join_that_does_not_fit_is_refused_with_both_values(void 
     teardown(&w);
 }
 
-/* A name becomes a label, a path of the admin interface and a key: only what net/peer takes is let in. */
+/* A name becomes a label, a path of the admin interface and a key: only what net/peer takes is
+ * let in. */
 static void test_route__names_are_checked_when_a_worker_joins(void **state)
 {
     (void)state;
@@ -380,7 +382,8 @@ static void test_route__queue_has_exact_limits(void **state)
     teardown(&w);
 }
 
-/* RT-03: busy is no failure. KV-02: a refusal for good ends the request and winds the other side up. */
+/* RT-03: busy is no failure. KV-02: a refusal for good ends the request and winds the other side
+ * up. */
 static void test_route__busy_worker_is_tried_again_and_never_left_out(void **state)
 {
     (void)state;
@@ -458,8 +461,8 @@ static void left_out_and_back(int code)
     teardown(&w);
 }
 
-/* RT-04: three failures leave it out, one probe at a time, one success brings it back; also when it says that its
- * peer is to blame, for which the peer does not suffer with others. */
+/* RT-04: three failures leave it out, one probe at a time, one success brings it back; also when it
+ * says that its peer is to blame, for which the peer does not suffer with others. */
 static void test_route__failing_worker_is_left_out_probed_and_comes_back(void **state)
 {
     (void)state;
@@ -483,8 +486,8 @@ static void run_through(struct world *w, struct wire_ticket t)
     finish(w, D1, t, 2, true);
 }
 
-/* OP-08: while a long prompt waits for room, any number of short ones is placed at once; and it gets its room all
- * the same, though short ones never cease. */
+/* OP-08: while a long prompt waits for room, any number of short ones is placed at once; and it
+ * gets its room all the same, though short ones never cease. */
 static void test_route__short_prompts_never_wait_for_long_ones_and_starve_none(void **state)
 {
     (void)state;
@@ -515,7 +518,8 @@ static void test_route__short_prompts_never_wait_for_long_ones_and_starve_none(v
         shorts[n] = reserved(&w);
     }
     assert_int_equal(n, 4);
-    /* One long one ends: its room is for the long one that waits, however many short ones are there. */
+    /* One long one ends: its room is for the long one that waits,
+     * however many short ones are there. */
     grant(&w, D1, long_ones[0]);
     done(&w, long_ones[0]);
     tokens(&w, D1, long_ones[0], 0, 2);
@@ -533,7 +537,8 @@ static void test_route__short_prompts_never_wait_for_long_ones_and_starve_none(v
     teardown(&w);
 }
 
-/* Loss of D in mid-stream: the next attempt has prompt + outputs, and the client sees no seam. RT-09: load is zero. */
+/* Loss of D in mid-stream: the next attempt has prompt + outputs, and the client sees no seam.
+ * RT-09: load is zero. */
 static void test_route__stream_goes_on_elsewhere_after_loss_of_decode(void **state)
 {
     (void)state;
@@ -640,7 +645,8 @@ static void test_route__gap_in_the_tokens_goes_elsewhere(void **state)
     teardown(&w);
 }
 
-/* Silence: two heartbeats missed, no new work; five, dead. Draining router: refuses, finishes, says so. */
+/* Silence: two heartbeats missed, no new work; five, dead.
+ * Draining router: refuses, finishes, says so. */
 static void test_route__silence_makes_suspect_then_dead_and_drain_ends(void **state)
 {
     (void)state;
