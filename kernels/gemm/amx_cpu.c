@@ -1,14 +1,13 @@
 /* kernels/gemm/amx_cpu.c - weights to bf16 tiles, and the loops over tiles.
  *
- * Up to 32 rows of x: 64 values of 32 weight rows are converted into a buffer of the first-level
- * cache while the matrix unit works on the 64 before. More: the whole panel is converted once, then
- * multiplied with 32 rows of x at a time.
+ * Up to 32 rows of x: 128 values of 32 weight rows are converted into a buffer of the first-level cache while the
+ * matrix unit works on the 128 before. More: the whole panel is converted once, then multiplied with 32 rows
+ * of x at a time.
  *
- * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place
- * and the scale, a power of two, is added to the exponent; a subnormal code is looked up, since
- * bf16 has no room for it as it stands. mxfp4: a table of the sixteen values, scaled for each of
- * two groups, is permuted by the codes. What that cannot do (NaN codes, scales at the ends of their
- * range) is noticed and the panel converted again value by value.
+ * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place and the scale,
+ * a power of two, is added to the exponent; a subnormal code is looked up, since bf16 has no room for it as it stands.
+ * mxfp4: codes look up a table of sixteen values, and the scale is added likewise. What that cannot do
+ * (NaN codes, scales at the ends of their range) is noticed and the panel converted again value by value.
  */
 #include "kernels/gemm/amx_cpu.h"
 
@@ -16,10 +15,10 @@
 #include <immintrin.h>
 
 enum {
-    HALVES = 2,
+    QUARTERS = 4, /* of a run: 32 values each, a tile wide */
     STRIPS = 2,
     TILE = 16 * 32, /* values */
-    RUN = HALVES * STRIPS * TILE,
+    RUN = QUARTERS * STRIPS * TILE,
     ROWS_AT_ONCE = 8
 };
 /* The compiler does not know that tile instructions read and write memory. */
@@ -46,10 +45,10 @@ void KERN_ISA(kern_amx_pack)(const struct kern_weight *w, const float *x, uint32
     const uint32_t *u = (const uint32_t *)(const void *)x;
     uint32_t *to = packed + kern_amx_x_at(t & ~(int64_t)15, w->k) + (t & 15);
     for (int64_t i = 0; i < words; i++) {
-        /* mxfp4 weights come as the low codes of a run's bytes, then the high ones. */
+        /* Of mxfp4 weights the first quarter is every fourth value of the run, and so on. */
         int64_t j = i % KERN_AMX_RUN_WORDS, run = i - j;
-        int64_t at = w->fmt == KERN_W_MXFP4 ? 2 * run + j % 16 * 4 + j / 16 : 2 * i;
-        int64_t step = w->fmt == KERN_W_MXFP4 ? 2 : 1;
+        int64_t at = w->fmt == KERN_W_MXFP4 ? 2 * run + j % 16 * 8 + j / 16 : 2 * i;
+        int64_t step = w->fmt == KERN_W_MXFP4 ? 4 : 1;
         uint32_t lo = at < have ? u[at] : 0, hi = at + step < have ? u[at + step] : 0;
         to[i * cols] = (lo >> 16) | (hi & 0xffff0000u);
     }
@@ -106,7 +105,7 @@ static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, 
     return !_mm512_cmplt_epu8_mask(least, low) && !_mm512_cmpgt_epu8_mask(most, high);
 }
 
-/* --- conversion of one run: out[half][strip][16][32] */
+/* --- conversion of one run: out[quarter][strip][16][32] */
 
 static void convert_careful(const struct panel *p, int64_t run, int r0, uint16_t *out)
 {
@@ -120,20 +119,26 @@ static void convert_careful(const struct panel *p, int64_t run, int r0, uint16_t
                 v = kern_weight_scale(w, row, k) *
                     (w->fmt == KERN_W_FP8 ? kern_e4m3_decode(p->row[r][k])
                                           : kern_e2m1_value[kern_nibble(p->row[r], k)]);
-            int half = w->fmt == KERN_W_FP8 ? i / 32 : i % 2;
-            int lane = w->fmt == KERN_W_FP8 ? i % 32 : i / 2;
-            out[(half * STRIPS + r / 16) * TILE + r % 16 * 32 + lane] = kern_bf16_encode(v);
+            int quarter = w->fmt == KERN_W_FP8 ? i / 32 : i % 4;
+            int lane = w->fmt == KERN_W_FP8 ? i % 32 : i / 4;
+            out[(quarter * STRIPS + r / 16) * TILE + r % 16 * 32 + lane] = kern_bf16_encode(v);
         }
 }
 
-/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be;
- * zero comes from the scale. */
+/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be; zero comes from the scale. */
 static const int16_t subnormal[32] = {0, -256, -128, -64, 0, 32, 64, 96};
-/* The sixteen codes of e2m1 as bf16, twice. */
-static const uint16_t e2m1_bf16[32] = {
-    0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80,
-    0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0, 0x0000, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
-    0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0, 0xc000, 0xc040, 0xc080, 0xc0c0};
+/* The sixteen codes of e2m1 as bf16 with 125 added to the exponent, twice; both zeros are 0. See convert_mxfp4(). */
+static const uint16_t e2m1_high[32] = {
+    0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40, 0x0000, 0xfd80, 0xfe00,
+    0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40, 0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0,
+    0x7f00, 0x7f40, 0x0000, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40};
+
+/* Which of quarter q's 32 values are there if the run has `left`. */
+V_INLINE __mmask32 lanes_left(int64_t left, int q)
+{
+    int64_t n = left - 32 * q;
+    return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : ((__mmask32)1 << n) - 1;
+}
 
 /* scale: bf16 exponent to add; the entry of zero in sub takes it back. */
 V_INLINE __m512i fp8_to_bf16(__m256i codes, __m512i sub, __m512i scale, __m512i *top)
@@ -148,24 +153,9 @@ V_INLINE __m512i fp8_to_bf16(__m256i codes, __m512i sub, __m512i scale, __m512i 
                                      0xf8); /* v | (at & top bit) */
 }
 
-V_INLINE void fp8_run(const uint8_t *d, int64_t left, __m512i sub, __m512i scale, uint16_t *o,
-                      __m512i *top)
-{
-    __m256i lo, hi;
-    if (left >= KERN_AMX_RUN) {
-        lo = _mm256_loadu_si256((const __m256i *)d);
-        hi = _mm256_loadu_si256((const __m256i *)(d + 32));
-    } else {
-        uint64_t m = ((uint64_t)1 << left) - 1;
-        lo = _mm256_maskz_loadu_epi8((__mmask32)m, d);
-        hi = _mm256_maskz_loadu_epi8((__mmask32)(m >> 32), d + 32);
-    }
-    _mm512_storeu_si512(o, fp8_to_bf16(lo, sub, scale, top));
-    _mm512_storeu_si512(o + STRIPS * TILE, fp8_to_bf16(hi, sub, scale, top));
-}
-
-V_INLINE void convert_fp8(const struct panel *p, int64_t run, const int n_runs, int r0,
-                          uint16_t *out, __m512i *top, bool ahead)
+/* whole: the run lies within the row. */
+V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *top,
+                          bool ahead, const bool whole)
 {
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
     const int64_t far = KERN_AMX_ROWS * p->w->row_bytes;
@@ -174,52 +164,43 @@ V_INLINE void convert_fp8(const struct panel *p, int64_t run, const int n_runs, 
     for (int r = r0, end = r0 + ROWS_AT_ONCE; r < end;) {
         bool second = r >= p->split;
         int stop = !second && p->split < end ? p->split : end;
-        __m512i scale = _mm512_set1_epi16((int16_t)p->scale[(second ? p->blocks : 0) + k / 128]);
+        __m512i scale = _mm512_set1_epi16((int16_t)p->scale[(second ? p->blocks : 0) + run]);
         __m512i sub =
             _mm512_mask_sub_epi16(_mm512_loadu_si512(subnormal), 1, _mm512_setzero_si512(), scale);
         for (; r < stop; r++, o += 32) {
             const uint8_t *d = p->row[r] + k;
-            if (ahead) V_PREFETCH(d + far);
-            fp8_run(d, n_runs == 2 ? KERN_AMX_RUN : left, sub, scale, o, &t);
-            if (n_runs < 2) continue;
-            if (ahead) V_PREFETCH(d + far + 64);
-            fp8_run(d + 64, KERN_AMX_RUN, sub, scale, o + RUN, &t);
+            if (ahead) {
+                V_PREFETCH(d + far);
+                V_PREFETCH(d + far + 64);
+            }
+#pragma GCC unroll 4
+            for (int q = 0; q < QUARTERS; q++) {
+                __m256i codes = whole ? _mm256_loadu_si256((const __m256i *)(d + q * 32))
+                                      : _mm256_maskz_loadu_epi8(lanes_left(left, q), d + q * 32);
+                _mm512_storeu_si512(o + q * STRIPS * TILE, fp8_to_bf16(codes, sub, scale, &t));
+            }
         }
     }
     *top = t;
 }
 
-/* scale: exponents to add, of two groups. The second sixteen lanes look in the table's second
- * half. */
-V_INLINE void mxfp4_run(__m256i bytes, __m512i scale, uint16_t *o)
-{
-    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
-    const __m512i base = _mm512_loadu_si512(e2m1_bf16);
-    const __m512i unscaled = _mm512_sub_epi16(base, _mm512_set1_epi16(127 << 7));
-    /* Both zeros stay what they are. */
-    __m512i table = _mm512_mask_add_epi16(base, 0xfefefefe, unscaled, scale);
-    __m512i w = _mm512_cvtepu8_epi16(bytes);
-    __m512i lo =
-        _mm512_ternarylogic_epi32(w, _mm512_set1_epi16(15), second, 0xea); /* (w & 15) | second */
-    __m512i hi = _mm512_or_si512(_mm512_srli_epi16(w, 4), second);
-    _mm512_storeu_si512(o, _mm512_permutexvar_epi16(lo, table));
-    _mm512_storeu_si512(o + STRIPS * TILE, _mm512_permutexvar_epi16(hi, table));
-}
-
-/* Of four scale codes, which lie in every word: those at i and i + 1 as exponents of the first
- * and last sixteen lanes. */
-V_INLINE __m512i mxfp4_scale(__m512i codes, const int i)
-{
-    const __m512i where = _mm512_inserti64x4(_mm512_set1_epi16((int16_t)(i << 8 | 0x80)),
-                                             _mm256_set1_epi16((int16_t)((i + 1) << 8 | 0x80)), 1);
-    return _mm512_srli_epi16(_mm512_shuffle_epi8(codes, where), 1);
-}
-
-V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, const int n_runs, int r0,
-                            uint16_t *out, bool ahead)
+/* A 16-bit lane holds four codes, one for each quarter: shifted down, its lowest four bits look up a bf16 number (the
+ * table ignores the fifth), whose exponent is 125 too high. 125 less the scale's exponent is subtracted with
+ * saturation, so that zero stays below the normal numbers, which is zero to the matrix unit. */
+V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t *out, bool ahead,
+                            const bool whole)
 {
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
     const int64_t far = KERN_AMX_ROWS * p->w->row_bytes;
+    const __m512i table = _mm512_loadu_si512(e2m1_high);
+    /* Group i of the run has lanes 8i to 8i+7: its scale code to their upper bytes. */
+    const __m512i where = _mm512_inserti64x4(
+        _mm512_castsi256_si512(_mm256_inserti128_si256(
+            _mm256_castsi128_si256(_mm_set1_epi16((int16_t)0x0080)), _mm_set1_epi16(0x0180), 1)),
+        _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi16(0x0280)),
+                                _mm_set1_epi16(0x0380), 1),
+        1);
+    const __m512i most = _mm512_set1_epi16((125 + 127) << 7);
     uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
     if (ahead && r0 == 0) { /* four bytes of each row's scales; they lie together */
         V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
@@ -229,50 +210,50 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, const int n_runs
         const uint8_t *d = p->row[r] + k / 2, *s = p->codes[r] + k / 32;
         int32_t four = 0;
         if (ahead) V_PREFETCH(d + far);
-        memcpy(&four, s, n_runs == 2 ? 4 : left < KERN_AMX_RUN ? 1 : 2);
-        __m512i codes = _mm512_set1_epi32(four);
-        if (n_runs < 2 && left < KERN_AMX_RUN) {
-            __m128i half = _mm_loadu_si128((const __m128i *)d);
-            mxfp4_run(_mm256_zextsi128_si256(half), mxfp4_scale(codes, 0), o);
-            continue;
-        }
-        mxfp4_run(_mm256_loadu_si256((const __m256i *)d), mxfp4_scale(codes, 0), o);
-        if (n_runs < 2) continue;
-        mxfp4_run(_mm256_loadu_si256((const __m256i *)(d + 32)), mxfp4_scale(codes, 2), o + RUN);
+        memcpy(&four, s, whole ? 4 : (size_t)(left / 32));
+        __m512i scale = _mm512_srli_epi16(_mm512_shuffle_epi8(_mm512_set1_epi32(four), where), 1);
+        __m512i w = whole ? _mm512_loadu_si512(d)
+                          : _mm512_maskz_loadu_epi8(((__mmask64)1 << left / 2) - 1, d);
+        __m512i less = _mm512_sub_epi16(most, scale);
+#define QUARTER(q, at)                                                                             \
+    _mm512_storeu_si512(o + (q)*STRIPS * TILE,                                                     \
+                        _mm512_subs_epu16(_mm512_permutexvar_epi16(at, table), less))
+        QUARTER(0, w);
+        QUARTER(1, _mm512_srli_epi16(w, 4));
+        QUARTER(2, _mm512_srli_epi16(w, 8));
+        QUARTER(3, _mm512_srli_epi16(w, 12));
+#undef QUARTER
     }
 }
 
 V_INLINE void convert_bf16(const struct panel *p, int64_t run, int r0, uint16_t *out)
 {
     int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
-    uint64_t m = left >= KERN_AMX_RUN ? ~(uint64_t)0 : ((uint64_t)1 << left) - 1;
-    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++) {
-        const uint8_t *d = p->row[r] + 2 * k;
-        uint16_t *o = out + r / 16 * TILE + r % 16 * 32;
-        _mm512_storeu_si512(o, _mm512_maskz_loadu_epi16((__mmask32)m, d));
-        _mm512_storeu_si512(o + STRIPS * TILE,
-                            _mm512_maskz_loadu_epi16((__mmask32)(m >> 32), d + 64));
-    }
+    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++)
+        for (int q = 0; q < QUARTERS; q++)
+            _mm512_storeu_si512(
+                out + (q * STRIPS + r / 16) * TILE + r % 16 * 32,
+                _mm512_maskz_loadu_epi16(lanes_left(left, q), p->row[r] + 2 * k + q * 64));
 }
 
-/* ROWS_AT_ONCE rows from r0 on, of one run or of two whole ones. */
-V_INLINE void convert(const struct panel *p, int64_t run, const int n_runs, int r0, uint16_t *out,
-                      __m512i *top, bool ahead, const enum kern_wfmt fmt)
+/* ROWS_AT_ONCE rows from r0 on. */
+V_INLINE void convert(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *top,
+                      bool ahead, const bool whole, const enum kern_wfmt fmt)
 {
-    if (fmt == KERN_W_BF16 || p->careful)
-        for (int i = 0; i < n_runs; i++)
-            fmt == KERN_W_BF16 ? convert_bf16(p, run + i, r0, out + i * RUN)
-                               : convert_careful(p, run + i, r0, out + i * RUN);
+    if (fmt == KERN_W_BF16)
+        convert_bf16(p, run, r0, out);
+    else if (p->careful)
+        convert_careful(p, run, r0, out);
     else if (fmt == KERN_W_FP8)
-        convert_fp8(p, run, n_runs, r0, out, top, ahead);
+        convert_fp8(p, run, r0, out, top, ahead, whole);
     else
-        convert_mxfp4(p, run, n_runs, r0, out, ahead);
+        convert_mxfp4(p, run, r0, out, ahead, whole);
 }
-V_INLINE void convert_all(const struct panel *p, int64_t run, const int n_runs, uint16_t *out,
-                          __m512i *top, bool ahead, const enum kern_wfmt fmt)
+V_INLINE void convert_all(const struct panel *p, int64_t run, uint16_t *out, __m512i *top,
+                          bool ahead, const bool whole, const enum kern_wfmt fmt)
 {
     for (int r = 0; r < KERN_AMX_ROWS; r += ROWS_AT_ONCE)
-        convert(p, run, n_runs, r, out, top, ahead, fmt);
+        convert(p, run, r, out, top, ahead, whole, fmt);
 }
 
 /* --- tiles: 0 to 3 sums [strip][columns], 4 and 5 weights, 6 and 7 x */
@@ -300,19 +281,19 @@ V_INLINE void zero_sums(void)
     _tile_zero(3);
 }
 
-/* Where 64 values of the panel's weights lie as bf16. */
+/* Where a run of the panel's weights lies as bf16. */
 struct run_at {
     const void *strip[STRIPS];
-    int64_t row_bytes, half_bytes;
+    int64_t row_bytes, quarter_bytes;
 };
 
-/* Adds half h of a run; x of the second sixteen rows lies `second` words on, 0: there is none. */
-V_INLINE void add_half(struct run_at w, int h, const uint32_t *x, int64_t cols, int64_t second)
+/* Adds quarter q of a run; x of the second sixteen rows lies `second` words on, 0: there is none. */
+V_INLINE void add_quarter(struct run_at w, int q, const uint32_t *x, int64_t cols, int64_t second)
 {
     TILES_SEE_MEMORY();
-    x += h * KERN_AMX_WORDS * cols;
-    _tile_loadd(4, (const uint8_t *)w.strip[0] + h * w.half_bytes, (size_t)w.row_bytes);
-    _tile_loadd(5, (const uint8_t *)w.strip[1] + h * w.half_bytes, (size_t)w.row_bytes);
+    x += q * KERN_AMX_WORDS * cols;
+    _tile_loadd(4, (const uint8_t *)w.strip[0] + q * w.quarter_bytes, (size_t)w.row_bytes);
+    _tile_loadd(5, (const uint8_t *)w.strip[1] + q * w.quarter_bytes, (size_t)w.row_bytes);
     _tile_loadd(6, x, (size_t)cols * 4);
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(2, 5, 6);
@@ -323,7 +304,7 @@ V_INLINE void add_half(struct run_at w, int h, const uint32_t *x, int64_t cols, 
 }
 V_INLINE void add_run(struct run_at w, const uint32_t *x, int64_t cols, int64_t second)
 {
-    for (int h = 0; h < HALVES; h++) add_half(w, h, x, cols, second);
+    for (int q = 0; q < QUARTERS; q++) add_quarter(w, q, x, cols, second);
 }
 
 V_INLINE struct run_at run_in(const uint16_t *converted)
@@ -365,41 +346,34 @@ V_INLINE bool is_nan_seen(__m512i top)
 V_INLINE void bf16_ahead(const struct panel *p, int64_t run)
 {
     int64_t far = KERN_AMX_ROWS * p->w->row_bytes + run * KERN_AMX_RUN * 2;
-    for (int r = 0; r < KERN_AMX_ROWS; r++) {
-        V_PREFETCH(p->row[r] + far);
-        V_PREFETCH(p->row[r] + far + 64);
-    }
+    for (int r = 0; r < KERN_AMX_ROWS; r++)
+        for (int i = 0; i < KERN_AMX_RUN * 2; i += 64) V_PREFETCH(p->row[r] + far + i);
 }
 
 /* False: a NaN code was met, nothing is stored. */
 V_INLINE bool times_stream(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T,
                            float *c, int64_t ld_c, const enum kern_wfmt fmt)
 {
-    uint16_t buffer[2][2 * RUN] __attribute__((aligned(64)));
+    uint16_t buffer[2][RUN] __attribute__((aligned(64)));
     int64_t cols = kern_amx_cols(T), second = T > 16 ? kern_amx_x_at(16, p->w->k) : 0;
     int64_t x_run = KERN_AMX_RUN_WORDS * cols, whole = p->w->k / KERN_AMX_RUN, i = 0;
     __m512i top = _mm512_setzero_si512();
     struct run_at at;
     zero_sums();
-    /* Two runs at a time; the four halves of the pair before are added in between,
-     * since each waits for the last. */
-    for (; fmt != KERN_W_BF16 && i + 2 <= whole; i += 2) {
-        uint16_t *now = buffer[i / 2 & 1], *before = buffer[(i / 2 + 1) & 1];
-        for (int q = 0; q < 4; q++) {
-            convert(p, i, 2, q * ROWS_AT_ONCE, now, &top, true, fmt);
-            if (i)
-                add_half(run_in(before + q / 2 * RUN), q % 2, x + (i - 2 + q / 2) * x_run, cols,
-                         second);
-        }
-    }
-    if (i) {
-        add_run(run_in(buffer[(i / 2 - 1) & 1]), x + (i - 2) * x_run, cols, second);
-        add_run(run_in(buffer[(i / 2 - 1) & 1] + RUN), x + (i - 1) * x_run, cols, second);
+    if (fmt != KERN_W_BF16 && whole > 0) {
+        /* The quarters of the run before are added in between, since each waits for the last. */
+        convert_all(p, 0, buffer[0], &top, true, true, fmt);
+        for (i = 1; i < whole; i++)
+            for (int q = 0; q < QUARTERS; q++) {
+                convert(p, i, q * ROWS_AT_ONCE, buffer[i & 1], &top, true, true, fmt);
+                add_quarter(run_in(buffer[(i - 1) & 1]), q, x + (i - 1) * x_run, cols, second);
+            }
+        add_run(run_in(buffer[(i - 1) & 1]), x + (i - 1) * x_run, cols, second);
     }
     for (; i < p->runs; i++) {
         if (fmt == KERN_W_BF16) bf16_ahead(p, i);
         if (fmt != KERN_W_BF16 || !run_stored(p, nb, i, &at)) {
-            convert_all(p, i, 1, buffer[0], &top, true, fmt);
+            convert_all(p, i, buffer[0], &top, true, false, fmt);
             at = run_in(buffer[0]);
         }
         add_run(at, x + i * x_run, cols, second);
@@ -414,9 +388,8 @@ V_INLINE bool times_panel(const struct panel *p, int64_t nb, const uint32_t *x, 
 {
     int64_t whole = p->w->k / KERN_AMX_RUN, i = 0;
     __m512i top = _mm512_setzero_si512();
-    for (; fmt != KERN_W_BF16 && i + 2 <= whole; i += 2)
-        convert_all(p, i, 2, panel + i * RUN, &top, false, fmt);
-    for (; i < p->runs; i++) convert_all(p, i, 1, panel + i * RUN, &top, false, fmt);
+    for (; i < whole; i++) convert_all(p, i, panel + i * RUN, &top, false, true, fmt);
+    for (; i < p->runs; i++) convert_all(p, i, panel + i * RUN, &top, false, false, fmt);
     if (is_nan_seen(top)) return false;
     for (int64_t t = 0; t < T; t += 32) {
         int64_t nt = T - t < 32 ? T - t : 32, second = nt > 16 ? kern_amx_x_at(16, p->w->k) : 0;

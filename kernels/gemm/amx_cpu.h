@@ -21,8 +21,8 @@ enum {
     KERN_AMX_ROWS = 32,   /* weight rows of a panel: two tiles */
     KERN_AMX_STREAM = 32, /* up to so many rows of x the panel is never written out */
     KERN_AMX_WORDS = 16,  /* words of a tile row: 32 values */
-    KERN_AMX_RUN = 64,    /* values converted at a time: a line of fp8 codes */
-    KERN_AMX_RUN_WORDS = 32,
+    KERN_AMX_RUN = 128,   /* values converted at a time: what has one fp8 scale */
+    KERN_AMX_RUN_WORDS = 64,
 };
 
 #if KERN_ISA_AMX
@@ -63,7 +63,7 @@ V_INLINE int64_t kern_amx_x_at(int64_t t, int64_t k)
  * stream: never more than KERN_AMX_STREAM rows. */
 V_INLINE size_t kern_amx_scratch_bytes(int64_t k, bool stream)
 {
-    size_t runs = (size_t)kern_amx_runs(k), scales = (runs + 31) * 4 & ~(size_t)63;
+    size_t runs = (size_t)kern_amx_runs(k), scales = (4 * runs + 63) & ~(size_t)63;
     return scales + (stream ? 0 : runs * KERN_AMX_RUN * KERN_AMX_ROWS * 2);
 }
 

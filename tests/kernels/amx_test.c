@@ -1,8 +1,7 @@
 /* tests/kernels/amx_test.c - products on the matrix unit against their definition, bit for bit.
  *
- * The twin below is the definition in docs/numerics.md in plain C: per 32 values two chains, even
- * and odd, whose sum is added. linear and moe must give its bits for any number of rows, any shape,
- * and odd values.
+ * The twin below is the definition in docs/numerics.md in plain C: per 32 values two chains, even and odd, whose sum is
+ * added. linear and moe must give its bits for any number of rows, any shape, and odd values.
  */
 #include "tests/support/check.h"
 
@@ -93,29 +92,27 @@ static float weight_at(const struct kern_weight *w, int64_t n, int64_t k)
     }
 }
 
-/* Which value stands at place i of its run of 64: mxfp4 rows come as all low codes,
- * then all high ones. */
+/* Which value stands at place i: of 128 mxfp4 values each fourth, then the next ones. */
 static int64_t place(const struct kern_weight *w, int64_t i)
 {
-    int64_t run = i / 64 * 64, j = i % 64;
-    return w->fmt == KERN_W_MXFP4 ? run + j % 32 * 2 + j / 32 : i;
+    int64_t run = i / 128 * 128, j = i % 128;
+    return w->fmt == KERN_W_MXFP4 ? run + j % 32 * 4 + j / 32 : i;
 }
 
 static float twin(const struct kern_weight *w, int64_t n, const float *x)
 {
     float sum = 0;
-    for (int64_t b = 0; b < w->k; b += w->fmt == KERN_W_MXFP4 ? 64 : 32)
-        for (int64_t h = 0; h < (w->fmt == KERN_W_MXFP4 ? 64 : 32); h += 32) {
-            float chain[2] = {0, 0};
-            for (int64_t i = 0; i < 32; i++) {
-                int64_t k = place(w, b + h + i);
-                if (k >= w->k) continue;
-                float v = weight_at(w, n, k);
-                if (fabsf(v) < 0x1p-126f) v = 0; /* below bf16's normal numbers */
-                chain[i % 2] = fmaf(v, x[k], chain[i % 2]);
-            }
-            sum += chain[0] + chain[1];
+    for (int64_t b = 0; b < (w->k + 127) / 128 * 128; b += 32) {
+        float chain[2] = {0, 0};
+        for (int64_t i = 0; i < 32; i++) {
+            int64_t k = place(w, b + i);
+            if (k >= w->k) continue;
+            float v = weight_at(w, n, k);
+            if (fabsf(v) < 0x1p-126f) v = 0; /* below bf16's normal numbers */
+            chain[i % 2] = fmaf(v, x[k], chain[i % 2]);
         }
+        sum += chain[0] + chain[1];
+    }
     return sum;
 }
 
@@ -211,8 +208,7 @@ static void test_amx__every_code_and_scale(void **state)
                     m.data[1 + n * m.w.row_bytes + k] = (uint8_t)(f                  ? k * 37 + n
                                                                   : (k & 127) == 127 ? 0
                                                                                      : k);
-            /* One value of x at a time, so that each weight is seen alone;
-             * powers of two keep products normal. */
+            /* One value of x at a time, so that each weight is seen alone; powers of two keep products normal. */
             for (int32_t at = 0; at < K; at += 1 + (i > 0) * 7) {
                 uint16_t x[256] = {0};
                 float y[33];
@@ -254,8 +250,7 @@ static void test_amx__nan_code_spoils_its_own_row_only(void **state)
     }
 }
 
-/* What does not fit (values that are no bf16 numbers) takes the other way,
- * with the bits of plain C. */
+/* What does not fit (values that are no bf16 numbers) takes the other way, with the bits of plain C. */
 static void test_amx__other_formats_keep_their_order(void **state)
 {
     (void)state;
