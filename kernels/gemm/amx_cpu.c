@@ -19,7 +19,8 @@ enum {
     STRIPS = 2,
     TILE = 16 * 32, /* values */
     RUN = QUARTERS * STRIPS * TILE,
-    ROWS_AT_ONCE = 8
+    ROWS_AT_ONCE = 8,
+    RUNS_AHEAD = 4
 };
 /* The compiler does not know that tile instructions read and write memory. */
 #define TILES_SEE_MEMORY() __asm__ volatile("" ::: "memory")
@@ -29,6 +30,7 @@ struct panel {
     const uint8_t
         *row[KERN_AMX_ROWS]; /* rows past the last are the first again; nobody reads their sums */
     const uint8_t *codes[KERN_AMX_ROWS]; /* mxfp4: their scales */
+    bool last;                           /* the rows after these are somebody else's */
     uint16_t *scale;                     /* fp8: [2][blocks], what is added to a bf16 exponent */
     int split;                           /* fp8: rows from here on have the second scales */
     int64_t runs, blocks;
@@ -153,12 +155,23 @@ V_INLINE __m512i fp8_to_bf16(__m256i codes, __m512i sub, __m512i scale, __m512i 
                                      0xf8); /* v | (at & top bit) */
 }
 
+/* From a run to what is fetched with it: a few runs on in the same row, or at the start of the next panel's.
+ * 0: nothing. run_bytes: of a row. */
+V_INLINE int64_t ahead_of(const struct panel *p, int64_t run, int64_t run_bytes)
+{
+    int64_t whole = p->w->k / KERN_AMX_RUN, to = run + RUNS_AHEAD;
+    if (to < whole) return RUNS_AHEAD * run_bytes;
+    return p->last || to - whole >= whole
+               ? 0
+               : KERN_AMX_ROWS * p->w->row_bytes + (RUNS_AHEAD - whole) * run_bytes;
+}
+
 /* whole: the run lies within the row. */
 V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *top,
                           bool ahead, const bool whole)
 {
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
-    const int64_t far = KERN_AMX_ROWS * p->w->row_bytes;
+    const int64_t far = ahead ? ahead_of(p, run, KERN_AMX_RUN) : 0;
     uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
     __m512i t = *top;
     for (int r = r0, end = r0 + ROWS_AT_ONCE; r < end;) {
@@ -169,7 +182,7 @@ V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *
             _mm512_mask_sub_epi16(_mm512_loadu_si512(subnormal), 1, _mm512_setzero_si512(), scale);
         for (; r < stop; r++, o += 32) {
             const uint8_t *d = p->row[r] + k;
-            if (ahead) {
+            if (far) {
                 V_PREFETCH(d + far);
                 V_PREFETCH(d + far + 64);
             }
@@ -191,7 +204,7 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
                             const bool whole)
 {
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
-    const int64_t far = KERN_AMX_ROWS * p->w->row_bytes;
+    const int64_t far = ahead ? ahead_of(p, run, KERN_AMX_RUN / 2) : 0;
     const __m512i table = _mm512_loadu_si512(e2m1_high);
     /* Group i of the run has lanes 8i to 8i+7: its scale code to their upper bytes. */
     const __m512i where = _mm512_inserti64x4(
@@ -202,14 +215,14 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
         1);
     const __m512i most = _mm512_set1_epi16((125 + 127) << 7);
     uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
-    if (ahead && r0 == 0) { /* four bytes of each row's scales; they lie together */
+    if (ahead && r0 == 0 && !p->last) { /* four bytes of each row's scales; they lie together */
         V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
         V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k + 64);
     }
     for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += 32) {
         const uint8_t *d = p->row[r] + k / 2, *s = p->codes[r] + k / 32;
         int32_t four = 0;
-        if (ahead) V_PREFETCH(d + far);
+        if (far) V_PREFETCH(d + far);
         memcpy(&four, s, whole ? 4 : (size_t)(left / 32));
         __m512i scale = _mm512_srli_epi16(_mm512_shuffle_epi8(_mm512_set1_epi32(four), where), 1);
         __m512i w = whole ? _mm512_loadu_si512(d)
@@ -321,21 +334,25 @@ V_INLINE bool run_stored(const struct panel *p, int64_t nb, int64_t run, struct 
     return true;
 }
 
+V_INLINE void to_rows(const float *s, int64_t nb, int64_t nt, int64_t cols, float *c, int64_t ld_c)
+{
+    TILES_SEE_MEMORY();
+    for (int64_t t = 0; t < nt; t++)
+        for (int64_t r = 0; r < nb; r++) c[t * ld_c + r] = s[r * cols + t];
+}
+
 /* Sums of nt <= 32 rows to c. */
 static void store_sums(int64_t nb, int64_t nt, int64_t cols, float *c, int64_t ld_c)
 {
-    float s[STRIPS * 2][16 * 16];
+    float s[KERN_AMX_ROWS * 16];
     size_t ld = (size_t)cols * 4;
-    _tile_stored(0, s[0], ld);
-    _tile_stored(2, s[2], ld);
-    if (nt > 16) {
-        _tile_stored(1, s[1], ld);
-        _tile_stored(3, s[3], ld);
-    }
-    TILES_SEE_MEMORY();
-    for (int64_t t = 0; t < nt; t++)
-        for (int64_t r = 0; r < nb; r++)
-            c[t * ld_c + r] = s[r / 16 * 2 + t / 16][r % 16 * cols + t % 16];
+    _tile_stored(0, s, ld);
+    _tile_stored(2, s + 16 * cols, ld);
+    to_rows(s, nb, nt < 16 ? nt : 16, cols, c, ld_c);
+    if (nt <= 16) return;
+    _tile_stored(1, s, ld);
+    _tile_stored(3, s + 16 * cols, ld);
+    to_rows(s, nb, nt - 16, cols, c + 16 * ld_c, ld_c);
 }
 
 V_INLINE bool is_nan_seen(__m512i top)
@@ -345,9 +362,9 @@ V_INLINE bool is_nan_seen(__m512i top)
 
 V_INLINE void bf16_ahead(const struct panel *p, int64_t run)
 {
-    int64_t far = KERN_AMX_ROWS * p->w->row_bytes + run * KERN_AMX_RUN * 2;
-    for (int r = 0; r < KERN_AMX_ROWS; r++)
-        for (int i = 0; i < KERN_AMX_RUN * 2; i += 64) V_PREFETCH(p->row[r] + far + i);
+    int64_t far = ahead_of(p, run, KERN_AMX_RUN * 2), at = run * KERN_AMX_RUN * 2 + far;
+    for (int r = 0; far && r < KERN_AMX_ROWS; r++)
+        for (int i = 0; i < KERN_AMX_RUN * 2; i += 64) V_PREFETCH(p->row[r] + at + i);
 }
 
 /* False: a NaN code was met, nothing is stored. */
@@ -402,28 +419,181 @@ V_INLINE bool times_panel(const struct panel *p, int64_t nb, const uint32_t *x, 
     return true;
 }
 
-V_INLINE bool times(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T, float *c,
-                    int64_t ld_c, uint16_t *panel, const enum kern_wfmt fmt)
+/* --- up to sixteen rows: panel after panel without a pause. A panel has tiles 0 and 2, the next one 1 and 3, so that
+ * the sums of the first are fetched while the second is under way. */
+
+V_INLINE void add_to(const bool odd, struct run_at w, int q, const uint32_t *x, int64_t cols)
 {
-    return T <= KERN_AMX_STREAM ? times_stream(p, nb, x, T, c, ld_c, fmt)
-                                : times_panel(p, nb, x, T, c, ld_c, panel, fmt);
+    TILES_SEE_MEMORY();
+    _tile_loadd(4, (const uint8_t *)w.strip[0] + q * w.quarter_bytes, (size_t)w.row_bytes);
+    _tile_loadd(5, (const uint8_t *)w.strip[1] + q * w.quarter_bytes, (size_t)w.row_bytes);
+    _tile_loadd(6, x + q * KERN_AMX_WORDS * cols, (size_t)cols * 4);
+    if (odd) {
+        _tile_dpbf16ps(1, 4, 6);
+        _tile_dpbf16ps(3, 5, 6);
+    } else {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 5, 6);
+    }
+}
+
+V_INLINE void zero_of(const bool odd)
+{
+    if (odd) {
+        _tile_zero(1);
+        _tile_zero(3);
+    } else {
+        _tile_zero(0);
+        _tile_zero(2);
+    }
+}
+
+/* A panel under way. */
+struct course {
+    struct panel p;
+    int64_t n, nb; /* its rows of the weight, from the first on */
+    __m512i top;
+    bool stored;
+};
+
+static void course_store(struct course *o, bool odd, int64_t T, float *c, int64_t ld_c)
+{
+    float s[KERN_AMX_ROWS * 16];
+    int64_t cols = kern_amx_cols(T);
+    o->stored = true;
+    if (odd) {
+        _tile_stored(1, s, (size_t)cols * 4);
+        _tile_stored(3, s + 16 * cols, (size_t)cols * 4);
+    } else {
+        _tile_stored(0, s, (size_t)cols * 4);
+        _tile_stored(2, s + 16 * cols, (size_t)cols * 4);
+    }
+    to_rows(s, o->nb, T, cols, c + o->n, ld_c);
+}
+
+struct piped {
+    uint16_t buffer[2][RUN];
+    struct course course[2];
+    struct run_at at; /* the run converted last, not added yet */
+    const uint32_t *x;
+    int64_t steps;
+    uint64_t spoilt; /* panels with a NaN code: to be done again */
+};
+
+/* One panel's runs; the last one stays to be added. */
+V_INLINE void course_run(struct piped *z, int64_t panel, const uint32_t *x, int64_t T, float *c,
+                         int64_t ld_c, const bool odd, const enum kern_wfmt fmt)
+{
+    struct course *o = &z->course[odd], *before = &z->course[!odd];
+    int64_t cols = kern_amx_cols(T), whole = o->p.w->k / KERN_AMX_RUN;
+    zero_of(odd);
+    for (int64_t i = 0; i < o->p.runs; i++) {
+        uint16_t *to = z->buffer[z->steps & 1];
+        struct run_at at = run_in(to);
+        bool stored = fmt == KERN_W_BF16 && run_stored(&o->p, o->nb, i, &at);
+        if (fmt == KERN_W_BF16) bf16_ahead(&o->p, i);
+        for (int q = 0; q < QUARTERS; q++) {
+            if (stored) {
+            } else if (i < whole) {
+                convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->top, true, true, fmt);
+            } else {
+                convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->top, true, false, fmt);
+            }
+            if (z->steps == 0) continue;
+            if (i == 0)
+                add_to(!odd, z->at, q, z->x, cols);
+            else
+                add_to(odd, z->at, q, z->x, cols);
+        }
+        if (i == 1 && panel > 0) course_store(before, !odd, T, c, ld_c);
+        z->at = at;
+        z->x = x + i * KERN_AMX_RUN_WORDS * cols;
+        z->steps++;
+    }
+    if (panel > 0 && !before->stored) course_store(before, !odd, T, c, ld_c);
+    if (is_nan_seen(o->top)) z->spoilt |= (uint64_t)1 << panel;
+}
+
+V_INLINE uint64_t times_piped(const struct kern_weight *w, int64_t n, int64_t nb, const uint32_t *x,
+                              int64_t T, float *c, int64_t ld_c, uint8_t *scratch,
+                              const enum kern_wfmt fmt)
+{
+    struct piped z __attribute__((aligned(64)));
+    int64_t panels = (nb + KERN_AMX_ROWS - 1) / KERN_AMX_ROWS, cols = kern_amx_cols(T);
+    size_t scales = kern_amx_scratch_bytes(w->k, true) / 2;
+    z.steps = 0;
+    z.spoilt = 0;
+    for (int64_t j = 0; j < panels; j++) {
+        struct course *o = &z.course[j & 1];
+        int64_t from = j * KERN_AMX_ROWS;
+        o->n = from;
+        o->nb = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
+        o->top = _mm512_setzero_si512();
+        o->stored = false;
+        o->p.careful = !panel_open(&o->p, w, n + from, o->nb, scratch + (size_t)(j & 1) * scales);
+        o->p.last = j + 1 == panels;
+        if (j & 1)
+            course_run(&z, j, x, T, c, ld_c, true, fmt);
+        else
+            course_run(&z, j, x, T, c, ld_c, false, fmt);
+    }
+    for (int q = 0; q < QUARTERS; q++)
+        if (panels & 1)
+            add_to(false, z.at, q, z.x, cols);
+        else
+            add_to(true, z.at, q, z.x, cols);
+    course_store(&z.course[(panels - 1) & 1], !(panels & 1), T, c, ld_c);
+    return z.spoilt;
+}
+
+/* --- */
+
+static bool times(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T, float *c,
+                  int64_t ld_c, uint16_t *panel)
+{
+    const bool stream = T <= KERN_AMX_STREAM;
+    switch (p->w->fmt) {
+    case KERN_W_BF16:
+        return stream ? times_stream(p, nb, x, T, c, ld_c, KERN_W_BF16)
+                      : times_panel(p, nb, x, T, c, ld_c, panel, KERN_W_BF16);
+    case KERN_W_FP8:
+        return stream ? times_stream(p, nb, x, T, c, ld_c, KERN_W_FP8)
+                      : times_panel(p, nb, x, T, c, ld_c, panel, KERN_W_FP8);
+    default:
+        return stream ? times_stream(p, nb, x, T, c, ld_c, KERN_W_MXFP4)
+                      : times_panel(p, nb, x, T, c, ld_c, panel, KERN_W_MXFP4);
+    }
+}
+
+static uint64_t times_few(const struct kern_weight *w, int64_t n, int64_t nb, const uint32_t *x,
+                          int64_t T, float *c, int64_t ld_c, uint8_t *scratch)
+{
+    switch (w->fmt) {
+    case KERN_W_BF16: return times_piped(w, n, nb, x, T, c, ld_c, scratch, KERN_W_BF16);
+    case KERN_W_FP8: return times_piped(w, n, nb, x, T, c, ld_c, scratch, KERN_W_FP8);
+    default: return times_piped(w, n, nb, x, T, c, ld_c, scratch, KERN_W_MXFP4);
+    }
 }
 
 void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb,
                               const uint32_t *packed, int64_t T, float *c, int64_t ld_c,
                               void *scratch)
 {
-    struct panel p;
-    size_t scales = kern_amx_scratch_bytes(w->k, true);
-    uint16_t *panel = (uint16_t *)((uint8_t *)scratch + scales);
-    bool done = false;
-    p.careful = !panel_open(&p, w, n, nb, scratch);
+    uint16_t *panel = (uint16_t *)((uint8_t *)scratch + kern_amx_scratch_bytes(w->k, true));
+    uint64_t todo = ~(uint64_t)0;
+    bool again = T <= 16;
     configure(kern_amx_cols(T));
-    while (!done) {
-        done = w->fmt == KERN_W_BF16  ? times(&p, nb, packed, T, c, ld_c, panel, KERN_W_BF16)
-               : w->fmt == KERN_W_FP8 ? times(&p, nb, packed, T, c, ld_c, panel, KERN_W_FP8)
-                                      : times(&p, nb, packed, T, c, ld_c, panel, KERN_W_MXFP4);
+    if (again) todo = times_few(w, n, nb, packed, T, c, ld_c, scratch);
+    for (int64_t j = 0; j * KERN_AMX_ROWS < nb && todo != 0; j++) {
+        struct panel p;
+        int64_t from = j * KERN_AMX_ROWS,
+                rows = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
+        if (!(todo >> j & 1)) continue;
+        p.last = from + rows == nb;
+        p.careful = !panel_open(&p, w, n + from, rows, scratch) || again;
+        if (times(&p, rows, packed, T, c + from, ld_c, panel)) continue;
         p.careful = true;
+        times(&p, rows, packed, T, c + from, ld_c, panel);
     }
     _tile_release();
 }

@@ -19,6 +19,7 @@
 
 enum {
     KERN_AMX_ROWS = 32,   /* weight rows of a panel: two tiles */
+    KERN_AMX_PART = 512,  /* weight rows of one call */
     KERN_AMX_STREAM = 32, /* up to so many rows of x the panel is never written out */
     KERN_AMX_WORDS = 16,  /* words of a tile row: 32 values */
     KERN_AMX_RUN = 128,   /* values converted at a time: what has one fp8 scale */
@@ -54,6 +55,14 @@ V_INLINE int64_t kern_amx_x_words(int64_t T, int64_t k)
 {
     return (T + 15) / 16 * kern_amx_cols(T) * kern_amx_runs(k) * KERN_AMX_RUN_WORDS;
 }
+/* Weight rows for one call, so that each of n_threads gets several calls: few rows of x want long ones, fetched ahead
+ * without a gap. */
+V_INLINE int64_t kern_amx_part(int64_t n, int64_t T, int n_threads)
+{
+    int64_t each = (n / (n_threads * 8) + KERN_AMX_ROWS - 1) / KERN_AMX_ROWS * KERN_AMX_ROWS;
+    int64_t most = T > KERN_AMX_STREAM ? 2 * KERN_AMX_ROWS : KERN_AMX_PART;
+    return each < KERN_AMX_ROWS ? KERN_AMX_ROWS : each > most ? most : each;
+}
 /* Where sixteen rows from row t (a multiple of 16) on begin. */
 V_INLINE int64_t kern_amx_x_at(int64_t t, int64_t k)
 {
@@ -63,7 +72,8 @@ V_INLINE int64_t kern_amx_x_at(int64_t t, int64_t k)
  * stream: never more than KERN_AMX_STREAM rows. */
 V_INLINE size_t kern_amx_scratch_bytes(int64_t k, bool stream)
 {
-    size_t runs = (size_t)kern_amx_runs(k), scales = (4 * runs + 63) & ~(size_t)63;
+    size_t runs = (size_t)kern_amx_runs(k),
+           scales = 2 * ((4 * runs + 63) & ~(size_t)63); /* two panels' */
     return scales + (stream ? 0 : runs * KERN_AMX_RUN * KERN_AMX_ROWS * 2);
 }
 
@@ -72,7 +82,7 @@ V_INLINE size_t kern_amx_scratch_bytes(int64_t k, bool stream)
  * goes to its column. */
 void KERN_ISA(kern_amx_pack)(const struct kern_weight *w, const float *x, uint32_t *packed,
                              int64_t t, int64_t T);
-/* c[t * ld_c + r] for the rows n .. n+nb-1 of w, nb <= KERN_AMX_ROWS, and all T packed rows. */
+/* c[t * ld_c + r] for the rows n .. n+nb-1 of w, nb <= KERN_AMX_PART, and all T packed rows. */
 void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb,
                               const uint32_t *packed, int64_t T, float *c, int64_t ld_c,
                               void *scratch);

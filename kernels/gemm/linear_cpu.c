@@ -93,7 +93,7 @@ struct tiles_job {
     uint8_t *scratch; /* per thread: floats of a row or a panel, then the panel's result */
     size_t stride, c_at;
     int64_t t0, n_rows, words;
-    int64_t row_blocks, panels; /* of a group */
+    int64_t row_blocks, part_rows, parts; /* of a group */
 };
 
 static void tiles_pack(void *arg, int64_t part, int thread)
@@ -116,34 +116,36 @@ static void tiles_part(void *arg, int64_t part, int thread)
     const struct kern_linear *p = j->p;
     uint8_t *scratch = j->scratch + j->stride * (size_t)thread;
     float *c = (float *)(scratch + j->c_at);
-    int64_t g = part / j->panels, n0 = part % j->panels * KERN_AMX_ROWS;
-    int64_t nb = p->N - n0 < KERN_AMX_ROWS ? p->N - n0 : KERN_AMX_ROWS;
+    int64_t g = part / j->parts, n0 = part % j->parts * j->part_rows;
+    int64_t nb = p->N - n0 < j->part_rows ? p->N - n0 : j->part_rows;
     KERN_ISA(kern_amx_times)
-    (&p->w, g * p->N + n0, nb, j->x + g * j->words, j->n_rows, c, KERN_AMX_ROWS, scratch);
+    (&p->w, g * p->N + n0, nb, j->x + g * j->words, j->n_rows, c, j->part_rows, scratch);
     for (int64_t t = 0; t < j->n_rows; t++)
         kern_row_store(kern_at_mut(p->y, (j->t0 + t) * p->ld_y + g * p->N + n0, p->y_dtype),
-                       p->y_dtype, nb, c + t * KERN_AMX_ROWS);
+                       p->y_dtype, nb, c + t * j->part_rows);
 }
 
 static int linear_tiles(struct kern_stream *s, const struct kern_linear *p)
 {
-    struct tiles_job j = {.p = p, .panels = (p->N + KERN_AMX_ROWS - 1) / KERN_AMX_ROWS};
+    struct tiles_job j = {.p = p};
     int64_t fit = TILES_BYTES / kern_amx_x_words(1, p->K) / 4 & ~(int64_t)31;
     int64_t block = fit < 32 ? 32 : fit > TILES_ROWS ? TILES_ROWS : fit;
     if (block > p->T) block = p->T;
     size_t row = (size_t)kern_pad16(p->K) * 4,
            times = kern_amx_scratch_bytes(p->K, block <= KERN_AMX_STREAM);
+    j.part_rows = kern_amx_part((int64_t)p->N * p->groups, block, kern_stream_threads(s));
+    j.parts = (p->N + j.part_rows - 1) / j.part_rows;
     j.words = kern_amx_x_words(block, p->K);
     j.c_at = ((row > times ? row : times) + 63) & ~(size_t)63;
     j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)(j.words * p->groups) * 4);
-    j.scratch = kern_scratch_each(s, KERN_SLOT_PANEL, j.c_at + (size_t)block * KERN_AMX_ROWS * 4,
+    j.scratch = kern_scratch_each(s, KERN_SLOT_PANEL, j.c_at + (size_t)(block * j.part_rows) * 4,
                                   &j.stride);
     if (!j.x || !j.scratch) return TOW_ENOMEM;
     for (j.t0 = 0; j.t0 < p->T; j.t0 += block) {
         j.n_rows = p->T - j.t0 < block ? p->T - j.t0 : block;
         j.row_blocks = (j.n_rows + 15) / 16;
         kern_parallel(s, j.row_blocks * p->groups, tiles_pack, &j);
-        kern_parallel(s, j.panels * p->groups, tiles_part, &j);
+        kern_parallel(s, j.parts * p->groups, tiles_part, &j);
     }
     return 0;
 }

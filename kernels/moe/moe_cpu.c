@@ -130,35 +130,35 @@ static void pack_part(void *arg, int64_t part, int thread)
     const struct job *j = arg;
     const struct group *g = &j->groups[part];
     (void)thread;
-    for (int32_t i = 0; i < g->n; i++)
-        KERN_ISA(kern_amx_pack)
-        (&j->p->w1[g->expert], j->x + j->pairs[g->first + i].row * j->dl, j->packed + g->x_packed,
-         i, g->n);
+    for (int32_t i = 0; i < g->n; i++) KERN_ISA(kern_amx_pack)
+    (&j->p->w1[g->expert], j->x + j->pairs[g->first + i].row * j->dl, j->packed + g->x_packed, i,
+     g->n);
 }
 #endif
 
-/* All rows of the group times nb weight rows on the matrix unit; c has rows of PANEL_MAX. */
+/* All rows of the group times nb weight rows on the matrix unit; c has rows of ld_c. */
 static void tiles_times(const struct job *j, const struct kern_weight *w, int64_t n0, int64_t nb,
-                        int64_t packed, const struct group *g, float *c, uint8_t *scratch)
+                        int64_t packed, const struct group *g, float *c, int64_t ld_c,
+                        uint8_t *scratch)
 {
 #if KERN_ISA_AMX
-    KERN_ISA(kern_amx_times)(w, n0, nb, j->packed + packed, g->n, c, PANEL_MAX, scratch);
+    KERN_ISA(kern_amx_times)(w, n0, nb, j->packed + packed, g->n, c, ld_c, scratch);
 #else
-    (void)j, (void)w, (void)n0, (void)nb, (void)packed, (void)g, (void)c, (void)scratch;
+    (void)j, (void)w, (void)n0, (void)nb, (void)packed, (void)g, (void)c, (void)ld_c, (void)scratch;
 #endif
 }
 
 /* y = round(weight * gate(up)) for the pairs at c's rows. */
 static void gate_rows(const struct job *j, const struct group *g, int64_t r, int64_t na, int64_t n0,
-                      int64_t nb, const float *cg, const float *cu)
+                      int64_t nb, const float *cg, const float *cu, int64_t ld_c)
 {
     const struct kern_moe *p = j->p;
     for (int64_t i = 0; i < na; i++) {
         float *y = j->y + (g->first + r + i) * j->il + n0;
         for (int64_t n = 0; n < nb; n += 16) {
             int w = nb - n < 16 ? (int)(nb - n) : 16;
-            v16 gv = v_round_act(v_loadn(cg + i * PANEL_MAX + n, w), p->act);
-            v16 uv = v_round_act(v_loadn(cu + i * PANEL_MAX + n, w), p->act);
+            v16 gv = v_round_act(v_loadn(cg + i * ld_c + n, w), p->act);
+            v16 uv = v_round_act(v_loadn(cu + i * ld_c + n, w), p->act);
             v16 v = v_mul(kern_gate(gv, uv, p->limit), v_set1(j->pairs[g->first + r + i].weight));
             v_storen(y + n, v_round_act(v, p->act), w);
         }
@@ -180,10 +180,10 @@ static void up_part(void *arg, int64_t part, int thread)
     float cg[C_ROWS * PANEL_MAX], cu[C_ROWS * PANEL_MAX];
     if (j->tiles) {
         uint8_t *scratch = j->panel + j->stride * (size_t)thread;
-        float *c1 = (float *)(scratch + j->c_at), *c3 = c1 + (int64_t)j->most * PANEL_MAX;
-        tiles_times(j, m1, n0, nb, g->x_packed, g, c1, scratch);
-        tiles_times(j, m3, n0, nb, g->x_packed, g, c3, scratch);
-        gate_rows(j, g, 0, g->n, n0, nb, c1, c3);
+        float *c1 = (float *)(scratch + j->c_at), *c3 = c1 + (int64_t)j->most * j->up_rows;
+        tiles_times(j, m1, n0, nb, g->x_packed, g, c1, j->up_rows, scratch);
+        tiles_times(j, m3, n0, nb, g->x_packed, g, c3, j->up_rows, scratch);
+        gate_rows(j, g, 0, g->n, n0, nb, c1, c3, j->up_rows);
         return;
     }
     if (!small) {
@@ -203,7 +203,7 @@ static void up_part(void *arg, int64_t part, int thread)
             KERN_ISA(kern_gemv)(m3, n0, nb, a, na, cu, PANEL_MAX);
         else
             kern_panel_times(m3, false, a, na, w3, nb, j->dl, j->dp, cu, PANEL_MAX);
-        gate_rows(j, g, r, na, n0, nb, cg, cu);
+        gate_rows(j, g, r, na, n0, nb, cg, cu, PANEL_MAX);
     }
 }
 
@@ -230,14 +230,14 @@ static void y_part(void *arg, int64_t g, int thread)
 
 /* out += round(c) for the pairs at c's rows. */
 static void add_rows(const struct job *j, const struct group *g, int64_t r, int64_t na, int64_t n0,
-                     int64_t nb, const float *c)
+                     int64_t nb, const float *c, int64_t ld_c)
 {
     const struct kern_moe *p = j->p;
     for (int64_t i = 0; i < na; i++) {
         float *o = p->out + (j->t0 + j->pairs[g->first + r + i].row) * p->D + n0;
         for (int64_t n = 0; n < nb; n += 16) {
             int k = nb - n < 16 ? (int)(nb - n) : 16;
-            v16 v = v_round_act(v_loadn(c + i * PANEL_MAX + n, k), p->act);
+            v16 v = v_round_act(v_loadn(c + i * ld_c + n, k), p->act);
             v_storen(o + n, v_add(v_loadn(o + n, k), v), k);
         }
     }
@@ -261,8 +261,8 @@ static void down_part(void *arg, int64_t part, int thread)
         if (j->tiles) {
             uint8_t *scratch = (uint8_t *)w;
             float *all = (float *)(scratch + j->c_at);
-            tiles_times(j, w2, n0, nb, g->y_packed, g, all, scratch);
-            add_rows(j, g, 0, g->n, n0, nb, all);
+            tiles_times(j, w2, n0, nb, g->y_packed, g, all, j->down_rows, scratch);
+            add_rows(j, g, 0, g->n, n0, nb, all, j->down_rows);
             continue;
         }
         if (!small) kern_panel(w2, n0, nb, false, w, j->il);
@@ -273,7 +273,7 @@ static void down_part(void *arg, int64_t part, int thread)
                 KERN_ISA(kern_gemv)(w2, n0, nb, a, na, c, PANEL_MAX);
             else
                 kern_panel_times(w2, false, a, na, w, nb, j->il, j->ip, c, PANEL_MAX);
-            add_rows(j, g, r, na, n0, nb, c);
+            add_rows(j, g, r, na, n0, nb, c, PANEL_MAX);
         }
     }
 }
@@ -287,13 +287,18 @@ static bool tiles_fit(const struct kern_moe *p)
     return true;
 }
 
-/* What the matrix unit needs for the pairs of this block. */
+/* How the pairs of this block are shared out on the matrix unit, and the room for it. */
 static int tiles_room(struct kern_stream *s, struct job *j)
 {
+    const struct kern_moe *p = j->p;
+    int threads = kern_stream_threads(s);
     int64_t k = j->dp > j->ip ? j->dp : j->ip;
+    j->up_rows = (int32_t)kern_amx_part((int64_t)p->I * j->n_groups, j->most, threads);
+    j->up_panels = (p->I + j->up_rows - 1) / j->up_rows;
+    j->down_rows = (int32_t)kern_amx_part(p->D, j->most, threads);
+    int64_t c = (int64_t)j->most * (2 * j->up_rows > j->down_rows ? 2 * j->up_rows : j->down_rows);
     j->c_at = (kern_amx_scratch_bytes(k, j->most <= KERN_AMX_STREAM) + 63) & ~(size_t)63;
-    j->panel = kern_scratch_each(s, KERN_SLOT_PANEL, j->c_at + (size_t)j->most * PANEL_MAX * 2 * 4,
-                                 &j->stride);
+    j->panel = kern_scratch_each(s, KERN_SLOT_PANEL, j->c_at + (size_t)c * 4, &j->stride);
     j->packed = kern_scratch(s, KERN_SLOT_OP3, (size_t)j->packed_words * 4);
     return j->panel && j->packed ? 0 : TOW_ENOMEM;
 }
@@ -306,9 +311,9 @@ int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
     j.il = kern_row_ld(j.ip);
     int64_t rows = p->T < BLOCK_ROWS ? p->T : BLOCK_ROWS, pairs = rows * p->k;
     j.tiles = tiles_fit(p);
-    j.up_rows = j.tiles ? KERN_AMX_ROWS : rows_per_panel(j.dl, 2);
+    j.up_rows = rows_per_panel(j.dl, 2);
     j.up_panels = (p->I + j.up_rows - 1) / j.up_rows;
-    j.down_rows = j.tiles ? KERN_AMX_ROWS : rows_per_panel(j.il, 1);
+    j.down_rows = rows_per_panel(j.il, 1);
     size_t up = (size_t)(2 * j.up_rows + (p->aq == KERN_AQ_NVFP4 ? C_ROWS : 0)) * (size_t)j.dl * 4;
     size_t down = (size_t)(j.down_rows * j.il) * 4;
     size_t lists = (size_t)pairs * sizeof(struct pair) + (size_t)p->E * (sizeof(struct group) + 4);
