@@ -1,9 +1,10 @@
 /* kernels/cpu/dev.c - the CPU device: its team of threads, its scratch, and the op table.
  *
- * A job is published by raising `round`; workers see it while they spin or are woken through the condition.
- * Parts are handed out by one counter, so a slow core takes fewer. The driver takes parts too and then waits
- * for the workers in the same way: a short spin, then the condition. Work stealing and fixed shares were
- * rejected: parts are coarse enough for one counter, and fixed shares wait for the slowest core.
+ * A job is published by raising `round`; workers see it while they spin or are woken through the
+ * condition. Parts are handed out by one counter, so a slow core takes fewer. The driver takes
+ * parts too and then waits for the workers in the same way: a short spin, then the condition. Work
+ * stealing and fixed shares were rejected: parts are coarse enough for one counter, and fixed
+ * shares wait for the slowest core.
  */
 #include "kernels/cpu/team.h"
 
@@ -152,7 +153,8 @@ void *kern_scratch(struct kern_stream *s, enum kern_slot slot, size_t bytes)
 
 void *kern_scratch_each(struct kern_stream *s, enum kern_slot slot, size_t bytes, size_t *stride)
 {
-    /* Rounded up to pages plus one line, so that threads share no line and do not alias in the cache. */
+    /* Rounded up to pages plus one line, so that threads share no line and do not alias in the
+     * cache. */
     *stride = ((bytes + 4095) & ~(size_t)4095) + 64;
     return kern_scratch(s, slot, *stride * (size_t)s->n_threads);
 }

@@ -8,7 +8,8 @@
 
 #include "kernels/cpu/vec.h"
 
-/* e^x: x = n ln 2 + r, a polynomial in r, then 2^n applied in two steps so that both ends are right. */
+/* e^x: x = n ln 2 + r, a polynomial in r, then 2^n applied in two steps so that both ends are
+ * right. */
 V_INLINE v16 v_exp(v16 x)
 {
     v16 c = v_min(v_max(x, v_set1(-104.0f)), v_set1(89.0f));
@@ -53,8 +54,8 @@ V_INLINE v16 kern_gate(v16 g, v16 u, float limit)
     return v_mul(v_silu(g), u);
 }
 
-/* ln(1 + e^x) = max(x, 0) + ln(1 + t), t = e^-|x| <= 1; ln(1 + t) = 2 atanh(t / (2 + t)), a series in
- * at most 1/9 that loses nothing for small t. */
+/* ln(1 + e^x) = max(x, 0) + ln(1 + t), t = e^-|x| <= 1; ln(1 + t) = 2 atanh(t / (2 + t)), a series
+ * in at most 1/9 that loses nothing for small t. */
 V_INLINE v16 v_softplus(v16 x)
 {
     v16 t = v_exp(v_neg(v_abs(x)));
@@ -87,7 +88,8 @@ V_INLINE float kern_sigmoid1(float x)
     return kern_lane0(v_sigmoid(v_set1(x)));
 }
 
-/* Cosine and sine of an angle up to 2^31 in size: reduced by pi/2 in double, with the product kept exact. */
+/* Cosine and sine of an angle up to 2^31 in size: reduced by pi/2 in double, with the product kept
+ * exact. */
 V_INLINE void kern_cos_sin(float angle, float *c, float *s)
 {
     double x = (double)angle, n = nearbyint(x * 0x1.45f306dc9c883p-1);

@@ -1,6 +1,7 @@
 /* kernels/cpu/row.h - rows of activations to and from f32, and the small row operations ops share.
  *
- * Rules    A row buffer is as long as its row rounded up to 16; the rest is zero, so loops take whole vectors.
+ * Rules    A row buffer is as long as its row rounded up to 16; the rest is zero, so loops take
+ *          whole vectors.
  */
 #ifndef KERN_CPU_ROW_H
 #define KERN_CPU_ROW_H
@@ -13,8 +14,9 @@ V_INLINE int64_t kern_pad16(int64_t n)
     return (n + 15) & ~(int64_t)15;
 }
 
-/* Distance of float rows that a tile reads side by side: rows a power of two apart fall into the same few sets
- * of the first-level cache and push each other out; 2112 bytes more spreads them evenly over its 4096. */
+/* Distance of float rows that a tile reads side by side: rows a power of two apart fall into the
+ * same few sets of the first-level cache and push each other out; 2112 bytes more spreads them
+ * evenly over its 4096. */
 V_INLINE int64_t kern_row_ld(int64_t padded)
 {
     return padded < 512 ? padded + 16 : padded + ((528 - padded) & 1023);
@@ -148,7 +150,8 @@ V_INLINE float kern_block_amax(const float *x, int64_t n)
     return v_hmax(m);
 }
 
-/* kern_roundtrip_e4m3 and _e2m1 with vectors. x and y padded to 16; block a multiple of 16 or >= n. */
+/* kern_roundtrip_e4m3 and _e2m1 with vectors. x and y padded to 16; block a multiple of 16 or >= n.
+ */
 static inline __attribute__((unused)) void kern_row_e4m3(const float *x, int64_t n, int64_t block,
                                                          float *y)
 {

@@ -1,9 +1,10 @@
 /* kernels/cpu/vec.h - sixteen floats at a time, in the instruction set this file is compiled for.
  *
- * Why      Every *_cpu.c is compiled three times (plain C, AVX2, AVX-512; see the Makefile) from one source
- *          written in these terms, so that all instruction sets give the same bits by construction.
- * Rules    Each operation is exactly rounded or bitwise; v_fma rounds once; v_sum adds in one fixed tree:
- *          lanes 8 apart, then 4, 2, 1. v_max and v_min give b when a or b is NaN.
+ * Why      Every *_cpu.c is compiled once per instruction set (plain C, AVX2, AVX-512, AMX; see
+ *          the Makefile) from one source written in these terms, so that all give the same bits by
+ *          construction; only products on the matrix unit (gemm/amx_cpu.h) have their own order.
+ * Rules    Each operation is exactly rounded or bitwise; v_fma rounds once; v_sum adds in one fixed
+ *          tree: lanes 8 apart, then 4, 2, 1. v_max and v_min give b when a or b is NaN.
  */
 #ifndef KERN_CPU_VEC_H
 #define KERN_CPU_VEC_H
@@ -202,7 +203,8 @@ V_INLINE void v_sum4(float *out, v16 a, v16 b, v16 c, v16 d)
                               x);
     _mm_storeu_ps(out, _mm512_castps512_ps128(x));
 }
-/* Thirty-two e4m3 codes / 256, faster than v_load_e4m3; a NaN code gives +-1.875 and a zero lane in *seen. */
+/* Thirty-two e4m3 codes / 256, faster than v_load_e4m3; a NaN code gives +-1.875 and a zero lane in
+ * *seen. */
 typedef __m256i v_seen;
 V_INLINE v_seen v_seen_none(void)
 {

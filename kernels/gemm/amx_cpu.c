@@ -1,13 +1,14 @@
 /* kernels/gemm/amx_cpu.c - weights to bf16 tiles, and the loops over tiles.
  *
- * Up to 32 rows of x: 128 values of 32 weight rows are converted into a buffer of the first-level cache while the
- * matrix unit works on the 128 before. More: the whole panel is converted once, then multiplied with 32 rows
- * of x at a time.
+ * Up to 32 rows of x: 128 values of 32 weight rows are converted into a buffer of the first-level
+ * cache while the matrix unit works on the 128 before. More: the whole panel is converted once,
+ * then multiplied with 32 rows of x at a time.
  *
- * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place and the scale,
- * a power of two, is added to the exponent; a subnormal code is looked up, since bf16 has no room for it as it stands.
- * mxfp4: codes look up a table of sixteen values, and the scale is added likewise. What that cannot do
- * (NaN codes, scales at the ends of their range) is noticed and the panel converted again value by value.
+ * Conversion is integer work on sixteen-bit lanes. fp8: exponent and mantissa are moved into place
+ * and the scale, a power of two, is added to the exponent; a subnormal code is looked up, since
+ * bf16 has no room for it as it stands. mxfp4: codes look up a table of sixteen values, and the
+ * scale is added likewise. What that cannot do (NaN codes, scales at the ends of their range) is
+ * noticed and the panel converted again value by value.
  */
 #include "kernels/gemm/amx_cpu.h"
 
@@ -127,9 +128,11 @@ static void convert_careful(const struct panel *p, int64_t run, int r0, uint16_t
         }
 }
 
-/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be; zero comes from the scale. */
+/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be; zero comes
+ * from the scale. */
 static const int16_t subnormal[32] = {0, -256, -128, -64, 0, 32, 64, 96};
-/* The sixteen codes of e2m1 as bf16 with 125 added to the exponent, twice; both zeros are 0. See convert_mxfp4(). */
+/* The sixteen codes of e2m1 as bf16 with 125 added to the exponent, twice; both zeros are 0. See
+ * convert_mxfp4(). */
 static const uint16_t e2m1_high[32] = {
     0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0, 0x7f00, 0x7f40, 0x0000, 0xfd80, 0xfe00,
     0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40, 0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0,
@@ -155,8 +158,8 @@ V_INLINE __m512i fp8_to_bf16(__m256i codes, __m512i sub, __m512i scale, __m512i 
                                      0xf8); /* v | (at & top bit) */
 }
 
-/* From a run to what is fetched with it: a few runs on in the same row, or at the start of the next panel's.
- * 0: nothing. run_bytes: of a row. */
+/* From a run to what is fetched with it: a few runs on in the same row, or at the start of the next
+ * panel's. 0: nothing. run_bytes: of a row. */
 V_INLINE int64_t ahead_of(const struct panel *p, int64_t run, int64_t run_bytes)
 {
     int64_t whole = p->w->k / KERN_AMX_RUN, to = run + RUNS_AHEAD;
@@ -197,9 +200,10 @@ V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *
     *top = t;
 }
 
-/* A 16-bit lane holds four codes, one for each quarter: shifted down, its lowest four bits look up a bf16 number (the
- * table ignores the fifth), whose exponent is 125 too high. 125 less the scale's exponent is subtracted with
- * saturation, so that zero stays below the normal numbers, which is zero to the matrix unit. */
+/* A 16-bit lane holds four codes, one for each quarter: shifted down, its lowest four bits look up
+ * a bf16 number (the table ignores the fifth), whose exponent is 125 too high. 125 less the scale's
+ * exponent is subtracted with saturation, so that zero stays below the normal numbers, which is
+ * zero to the matrix unit. */
 V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t *out, bool ahead,
                             const bool whole)
 {
@@ -300,7 +304,8 @@ struct run_at {
     int64_t row_bytes, quarter_bytes;
 };
 
-/* Adds quarter q of a run; x of the second sixteen rows lies `second` words on, 0: there is none. */
+/* Adds quarter q of a run; x of the second sixteen rows lies `second` words on, 0: there is none.
+ */
 V_INLINE void add_quarter(struct run_at w, int q, const uint32_t *x, int64_t cols, int64_t second)
 {
     TILES_SEE_MEMORY();
@@ -419,8 +424,10 @@ V_INLINE bool times_panel(const struct panel *p, int64_t nb, const uint32_t *x, 
     return true;
 }
 
-/* --- up to sixteen rows: panel after panel without a pause. A panel has tiles 0 and 2, the next one 1 and 3, so that
- * the sums of the first are fetched while the second is under way. */
+/* --- up to sixteen rows
+ *
+ * Panel after panel without a pause: one has tiles 0 and 2, the next one 1 and 3, so that the sums
+ * of the first are fetched while the second is under way. */
 
 V_INLINE void add_to(const bool odd, struct run_at w, int q, const uint32_t *x, int64_t cols)
 {

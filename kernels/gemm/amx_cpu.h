@@ -55,8 +55,8 @@ V_INLINE int64_t kern_amx_x_words(int64_t T, int64_t k)
 {
     return (T + 15) / 16 * kern_amx_cols(T) * kern_amx_runs(k) * KERN_AMX_RUN_WORDS;
 }
-/* Weight rows for one call, so that each of n_threads gets several calls: few rows of x want long ones, fetched ahead
- * without a gap. */
+/* Weight rows for one call, so that each of n_threads gets several calls: few rows of x want long
+ * ones, fetched ahead without a gap. */
 V_INLINE int64_t kern_amx_part(int64_t n, int64_t T, int n_threads)
 {
     int64_t each = (n / (n_threads * 8) + KERN_AMX_ROWS - 1) / KERN_AMX_ROWS * KERN_AMX_ROWS;

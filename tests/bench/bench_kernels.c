@@ -1,10 +1,11 @@
-/* tests/bench/bench_kernels.c - the CPU kernels as ratios to what this machine can do, measured in the same run.
+/* tests/bench/bench_kernels.c - the CPU kernels as ratios to what this machine can do, measured in
+ * the same run.
  *
- * Ceilings: bytes read per second from memory (large buffer, vectors added up) and float multiply-adds per second
- * (independent fma chains in registers). Shapes are those of a Flash-size layer. Best of a few repetitions: on a
- * shared machine the best is the least disturbed. Weights are as large as the buffer (256 MiB), so that both come
- * from memory and not from a cache.
- * usage: bench_kernels [threads]      default: 1 and 2
+ * Ceilings: bytes read per second from memory (large buffer, vectors added up) and float
+ * multiply-adds per second (independent fma chains in registers). Shapes are those of a Flash-size
+ * layer. Best of a few repetitions: on a shared machine the best is the least disturbed. Weights
+ * are as large as the buffer (256 MiB), so that both come from memory and not from a cache. usage:
+ * bench_kernels [threads] default: 1 and 2
  */
 #include "kernels/cpu/team.h"
 #include "kernels/numeric.h"
@@ -46,7 +47,8 @@ static uint8_t *probe;
 static float sinks[64];
 
 #if defined(__x86_64__)
-/* Four streams side by side, each fetched 4 KiB ahead: one stream alone does not fill the memory's queues. */
+/* Four streams side by side, each fetched 4 KiB ahead: one stream alone does not fill the memory's
+ * queues. */
 __attribute__((target("avx512f"))) static float read_512(const uint8_t *p, size_t n)
 {
     __m512i a[4] = {_mm512_setzero_si512()};

@@ -1,11 +1,13 @@
-/* tests/bench/bench_model.c - the whole model: decode against memory bandwidth, prefill against multiply-add speed.
+/* tests/bench/bench_model.c - the whole model: decode against memory bandwidth, prefill against
+ * multiply-add speed.
  *
- * The checkpoint must be too large for any cache (tests/support/make_checkpoint.py --preset bench). Both ceilings are
- * measured in the same run by the same threads: bytes read per second from a large buffer, and independent fma
- * chains in registers. Every op goes through a table that counts its time, the bytes of its weights and the operations
- * of its products. With one thread time is that thread's processor time, so that other programs do not count;
- * with more it is the clock's. A figure is the best of its repetitions: the least disturbed one.
- * usage: bench_model CHECKPOINT [threads [prefill tokens]]        default: all cores, 512
+ * The checkpoint must be too large for any cache (tests/support/make_checkpoint.py --preset bench).
+ * Both ceilings are measured in the same run by the same threads: bytes read per second from a
+ * large buffer, and independent fma chains in registers. Every op goes through a table that counts
+ * its time, the bytes of its weights and the operations of its products. With one thread time is
+ * that thread's processor time, so that other programs do not count; with more it is the clock's. A
+ * figure is the best of its repetitions: the least disturbed one. usage: bench_model CHECKPOINT
+ * [threads [prefill tokens]] default: all cores, 512
  */
 #include "common/base/err.h"
 #include "common/kv/table.h"
@@ -75,7 +77,8 @@ static const char *format_name(enum kern_wfmt f)
     return names[f];
 }
 
-/* What an op reads of weights and computes in products; ops not named here count their time only. */
+/* What an op reads of weights and computes in products; ops not named here count their time only.
+ */
 struct work {
     char name[48];
     double bytes, flops;

@@ -1,6 +1,6 @@
 /* Tokenizer: MB/s and growth on texts without a split point, and on ordinary ones.
  *
- *     bench_tokenizer [tokenizer.json]      default: .venv's V4 vocabulary or TOW_V4_TOKENIZER, else
+ *     bench_tokenizer [tokenizer.json] default: .venv's V4 vocabulary or TOW_V4_TOKENIZER, else
  *                                           the demo model's
  * Prints, for each input, the time of 1 MiB (best of three), MB/s and its ratio to the time of
  * 512 KiB: about 2 when the work grows with the text. */

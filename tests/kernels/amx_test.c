@@ -1,7 +1,8 @@
 /* tests/kernels/amx_test.c - products on the matrix unit against their definition, bit for bit.
  *
- * The twin below is the definition in docs/numerics.md in plain C: per 32 values two chains, even and odd, whose sum is
- * added. linear and moe must give its bits for any number of rows, any shape, and odd values.
+ * The twin below is the definition in docs/numerics.md in plain C: per 32 values two chains, even
+ * and odd, whose sum is added. linear and moe must give its bits for any number of rows, any shape,
+ * and odd values.
  */
 #include "tests/support/check.h"
 
@@ -208,7 +209,8 @@ static void test_amx__every_code_and_scale(void **state)
                     m.data[1 + n * m.w.row_bytes + k] = (uint8_t)(f                  ? k * 37 + n
                                                                   : (k & 127) == 127 ? 0
                                                                                      : k);
-            /* One value of x at a time, so that each weight is seen alone; powers of two keep products normal. */
+            /* One value of x at a time, so that each weight is seen alone; powers of two keep
+             * products normal. */
             for (int32_t at = 0; at < K; at += 1 + (i > 0) * 7) {
                 uint16_t x[256] = {0};
                 float y[33];
@@ -250,7 +252,8 @@ static void test_amx__nan_code_spoils_its_own_row_only(void **state)
     }
 }
 
-/* What does not fit (values that are no bf16 numbers) takes the other way, with the bits of plain C. */
+/* What does not fit (values that are no bf16 numbers) takes the other way, with the bits of plain
+ * C. */
 static void test_amx__other_formats_keep_their_order(void **state)
 {
     (void)state;
