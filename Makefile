@@ -124,7 +124,8 @@ $(shell mkdir -p $(B)/obj; printf '%s\n' '$(FLAGS_NOW)' >$(FLAGS_FILE))
 endif
 endif
 
-# One source of CPU kernels, one object per instruction set; chosen at run time (kernels/cpu/dev.c).
+# One source of CPU kernels and of the digest, one object per instruction set; chosen at run time
+# (kernels/cpu/dev.c, common/base/hash.c).
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -mf16c -mprefer-vector-width=512
 ISA_avx2   := -mavx2 -mfma -mf16c
 ISA_amx    := $(ISA_avx512) -mamx-tile -mamx-bf16
@@ -151,8 +152,9 @@ $(B)/obj/%.cu.o: %.cu $(FLAGS_FILE)
 	$(NVCC) $(NVCCFLAGS) -MMD -MF $(@:.o=.d) -c $< -o $@
 
 ifneq ($(filter x86_64%,$(shell $(CC) -dumpmachine)),)
-SRC_isa := $(filter %_cpu.c,$(SRC_kernels))
-OBJ_kernels_isa := $(foreach i,avx2 avx512 amx,$(patsubst %.c,$(B)/obj/%.$(i).o,$(SRC_isa)))
+isa_objs = $(foreach i,$(2),$(patsubst %.c,$(B)/obj/%.$(i).o,$(filter %_cpu.c,$(1))))
+OBJ_kernels_isa := $(call isa_objs,$(SRC_kernels),avx2 avx512 amx)
+OBJ_base_isa := $(call isa_objs,$(SRC_base),avx2 avx512)
 endif
 
 define lib_rule
