@@ -3,6 +3,9 @@
  * How      Commands and events are heap objects whose pointers pass through a tow_inbox each way. A
  *          command that finds its inbox full is refused to the caller. An event must not be lost, since
  *          pages hang on it: one that finds its inbox full waits in a backlog and goes first next time.
+ *          While bytes move, parts wait there too and are told once a millisecond: waking the control
+ *          thread costs more than moving a small page. Offers are worked off a little each turn, so
+ *          that the peer reads the first pages while the next ones are digested.
  *          Commands are looked at before any message is: whatever the control thread did before it told
  *          the world (expect, then GRANT) is then known here before the world can answer.
  *
@@ -32,6 +35,7 @@ static void on_command_wake(void *arg)
     uint64_t one = 1;
     ssize_t n = write(m->wake_fd, &one, sizeof one);
     (void)n; /* full means: signalled already */
+    atomic_store(&m->rung, true);
 }
 
 /* --- the transfer thread ------------------------------------------------------------------------ */
@@ -46,6 +50,7 @@ void mover_post(struct kv_mover *m, const struct kv_mover_event *ev, const void 
     if (ev->note_bytes) memcpy(e->note, note, ev->note_bytes);
     e->pub.note = e->note;
     tow_list_append(&m->backlog, &e->node);
+    if (ev->kind != KV_MOVER_PART) m->urgent = true;
 }
 
 static void post_backlog(struct kv_mover *m)
@@ -57,6 +62,7 @@ static void post_backlog(struct kv_mover *m)
         tow_list_prepend(&m->backlog, &e->node);
         return;
     }
+    m->urgent = false;
 }
 
 void mover_run_commands(struct kv_mover *m)
@@ -67,7 +73,7 @@ void mover_run_commands(struct kv_mover *m)
         case CMD_CONNECT: mover_connect(m, c); break;
         case CMD_DROP: mover_drop(m, c); break;
         case CMD_SEND: ship_send(m, c); break;
-        case CMD_OFFER: ship_offer(m, c); break;
+        case CMD_OFFER: tow_list_append(&m->offers, &c->node); continue;
         case CMD_TOUCH: ship_step(m, c->ticket, KV_XFER_TOUCH, 0); break;
         case CMD_EXPECT: ship_expect(m, c); break;
         case CMD_CANCEL: ship_step(m, c->ticket, KV_XFER_CANCEL, c->code); break;
@@ -77,21 +83,43 @@ void mover_run_commands(struct kv_mover *m)
     }
 }
 
-static void publish(struct kv_mover *m)
+static bool run_offers(struct kv_mover *m)
 {
-    struct net_link_stats ls;
-    net_link_stats(m->link, &ls);
-    m->own.empty_wakes = ls.empty_wakes;
-    m->own.ep_errors = ls.ep_errors;
+    if (tow_list_empty(&m->offers)) return false;
+    struct command *c = TOW_CONTAINER(m->offers.next, struct command, node);
+    if (ship_offer_some(m, c)) {
+        tow_list_remove(&c->node);
+        free(c);
+    }
+    return true;
+}
+
+static void publish(struct kv_mover *m, const struct net_link_stats *ls)
+{
+    m->own.empty_wakes = ls->empty_wakes;
+    m->own.ep_errors = ls->ep_errors;
     m->own.tickets_live = m->n_tickets;
     pthread_mutex_lock(&m->lock);
     m->stats = m->own;
     pthread_mutex_unlock(&m->lock);
 }
 
+/* Counters go first, so that who hears of something finds it counted. */
+static void tell_all(struct kv_mover *m, bool happened)
+{
+    struct net_link_stats ls;
+    net_link_stats(m->link, &ls);
+    bool moving = happened || ls.ops > 0;
+    if (moving && !m->urgent && m->posted_ms == m->now_ms) return;
+    m->posted_ms = m->now_ms;
+    publish(m, &ls);
+    post_backlog(m);
+}
+
 static void drain_wake_fd(struct kv_mover *m)
 {
     uint64_t n;
+    if (!atomic_exchange(&m->rung, false)) return;
     ssize_t rc = read(m->wake_fd, &n, sizeof n);
     (void)rc; /* nothing to read is fine */
 }
@@ -109,7 +137,8 @@ static void loop(struct kv_mover *m)
         m->turned_ms = m->now_ms;
         drain_wake_fd(m);
         mover_run_commands(m);
-        unsigned happened = net_link_progress(m->link);
+        bool happened = run_offers(m);
+        if (net_link_progress(m->link) > 0) happened = true;
         bool idle = tow_list_empty(&m->conns) && tow_list_empty(&m->targets) && m->n_tickets == 0;
         m->now_ms = tow_now_ms();
         if (m->now_ms >= m->tick_at_ms) {
@@ -117,8 +146,7 @@ static void loop(struct kv_mover *m)
             mover_tick_peers(m);
             ship_tick(m);
         }
-        publish(m); /* before the events, so that who hears of something finds it counted */
-        post_backlog(m);
+        tell_all(m, happened);
         if (happened || m->stopping) continue;
         uint64_t left = m->tick_at_ms > m->now_ms ? m->tick_at_ms - m->now_ms : 0;
         /* Also when idle it turns now and then, so that a long sleep is not taken for a stop. */
@@ -178,6 +206,7 @@ static void *thread_main(void *arg)
     net_link_free(m->link);
     ship_free_all(m);
     mover_free_peers(m);
+    TOW_LIST_EACH_SAFE (n, &m->offers) free(TOW_CONTAINER(n, struct command, node));
     TOW_LIST_EACH_SAFE (n, &m->backlog) free(TOW_CONTAINER(n, struct mover_event, node));
     return NULL;
 }
@@ -233,6 +262,7 @@ int kv_mover_open(struct kv_mover **out, const struct kv_mover_config *cfg, stru
     if (rc < 0) goto free_mover;
     tow_list_init(&m->conns);
     tow_list_init(&m->targets);
+    tow_list_init(&m->offers);
     tow_list_init(&m->backlog);
     for (m->n_buckets = 64; m->n_buckets < m->cfg.max_tickets; m->n_buckets *= 2) {
     }
@@ -301,6 +331,7 @@ static struct command *command_new(enum command_kind kind, size_t payload)
     if (tow_fault(places[kind])) return NULL;
     struct command *c = calloc(1, sizeof *c + payload);
     if (!c) return NULL;
+    tow_list_init(&c->node);
     c->kind = kind;
     c->payload_bytes = payload;
     return c;

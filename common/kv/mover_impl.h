@@ -9,6 +9,7 @@
 #define TOW_KV_MOVER_IMPL_H
 
 #include "common/base/err.h"
+#include "common/base/hash.h"
 #include "common/base/inbox.h"
 #include "common/base/list.h"
 #include "common/kv/mover.h"
@@ -18,11 +19,15 @@
 #include "proto/messages.h"
 
 #include <pthread.h>
+#include <stdatomic.h>
 
 enum {
     MOVER_FACTS_MAX = 32,
-    MOVER_READS = 8,   /* reads in flight per connection: enough to cover a round trip */
-    MOVER_PROBES = 16, /* pages moved to prove a link; the first one only warms it up */
+    MOVER_READS = 8, /* reads in flight per connection: enough to cover a round trip */
+    /* Bytes of one read: those in flight fit into a core's cache, where the digest then finds them. */
+    MOVER_READ_BYTES = 128 << 10,
+    MOVER_OFFER_BYTES = 256 << 10, /* digested for offers in one turn of the loop */
+    MOVER_PROBES = 16,             /* pages moved to prove a link; the first one only warms it up */
     MOVER_PROBE_WINDOW = 4,
     MOVER_TEXT = 160,
     MOVER_LABEL_BYTES = 8 /* before each frame: the random number that names the connection */
@@ -34,6 +39,13 @@ enum conn_state {
     CONN_UP,
     CONN_REFUSED, /* decode: XREFUSE is on its way; closes by its hello deadline */
     CONN_CLOSING  /* the endpoint is being closed, reads may still report */
+};
+
+/* A part on its way by reads, one piece after the other. */
+struct read {
+    struct part *p; /* NULL: free */
+    size_t at;      /* bytes that are here */
+    struct tow_hash digest;
 };
 
 /* One connection: one attempt. A peer that comes back does so on a new one. */
@@ -62,6 +74,7 @@ struct conn {
     /* shipping */
     struct tow_list ready; /* tickets with something to read, next in turn first */
     unsigned n_reads;
+    struct read reads[MOVER_READS];
 };
 
 /* Prefill: a decode process to stay linked to. */
@@ -121,11 +134,13 @@ enum command_kind {
 };
 
 struct command {
+    struct tow_list node; /* OFFER: in m->offers */
     enum command_kind kind;
     struct kv_ticket ticket;
     char peer[KV_MOVER_NAME_MAX + 1];
     uint64_t incarnation, cookie, tail_offset;
     uint32_t n, lease_ms, note_bytes;
+    uint32_t at; /* OFFER: parts done */
     int code;
     /* CONNECT: address bytes; OFFER: n kv_offer, then the note; EXPECT: n offsets */
     size_t payload_bytes;
@@ -144,6 +159,7 @@ struct kv_mover {
     uint32_t n_facts;
     pthread_t thread;
     int wake_fd;
+    _Atomic bool rung; /* wake_fd was written to */
     void *areas[KV_AREAS];
     const void *address;
     size_t address_bytes;
@@ -161,7 +177,11 @@ struct kv_mover {
 
     struct net_link *link;
     struct net_region *regions[KV_AREAS];
-    struct tow_list conns, targets, backlog; /* backlog: events that found the inbox full */
+    struct tow_list conns, targets;
+    struct tow_list offers;  /* commands in work, in their order */
+    struct tow_list backlog; /* events not in the inbox yet */
+    bool urgent;             /* one of them is more than a part */
+    uint64_t posted_ms;
     struct tow_list *buckets;
     uint32_t n_buckets, n_tickets, n_conns;
     uint64_t now_ms, turned_ms, tick_at_ms;
@@ -190,7 +210,7 @@ void mover_free_peers(struct kv_mover *m);
 
 /* mover_ship.c */
 void ship_send(struct kv_mover *m, const struct command *cmd);
-void ship_offer(struct kv_mover *m, const struct command *cmd);
+bool ship_offer_some(struct kv_mover *m, struct command *cmd); /* true: all of it is done */
 void ship_expect(struct kv_mover *m, const struct command *cmd);
 void ship_step(struct kv_mover *m, struct kv_ticket id, enum kv_xfer_event_kind kind, int code);
 void ship_offered(struct conn *c, const struct wire_offer *o, struct net_bulk *bulk);

@@ -3,7 +3,8 @@
  *
  * How      One open hash table of tickets by id. Digests are made and checked here, on the transfer
  *          thread: XXH3 runs at memory speed, next to the copy itself, and keeps the engine's cores out
- *          of it. Reads are handed out in turn among the tickets of a connection, MOVER_READS at a
+ *          of it. A part is read in pieces and each is digested as it comes, while the cache has it.
+ *          Reads are handed out in turn among the tickets of a connection, MOVER_READS at a
  *          time, so a long prompt's pages never hold up a short one's and a cancelled ticket waits for
  *          a few reads at most.
  *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight; what
@@ -262,36 +263,101 @@ static void step(struct ticket *t, enum kv_xfer_event_kind kind, uint32_t index,
 
 /* --- receiving ------------------------------------------------------------------------------------ */
 
-static int check_part(struct part *p)
+static void flip_if_told(uint8_t *bytes, size_t n)
 {
-    struct kv_mover *m = p->t->m;
+    if (tow_fault("link.flip")) bytes[n / 2] ^= 1;
+}
+
+static int check_digest(struct part *p, uint64_t digest)
+{
     uint32_t index = index_of(p);
-    if (tow_fault("link.flip")) local_of(p)[bytes_of(m, index) / 2] ^= 1;
-    if (tow_hash64(local_of(p), bytes_of(m, index)) == p->digest) return 0;
-    m->own.bad_digests++;
+    if (digest == p->digest) return 0;
+    p->t->m->own.bad_digests++;
     snprintf(p->t->why, sizeof p->t->why, "%s %u from %s: digest differs",
              index == KV_PART_TAIL ? "tail" : "page", index == KV_PART_TAIL ? 0 : index,
              p->t->peer);
     return TOW_EDIGEST;
 }
 
-static void on_read(void *arg, int code)
+static void part_is_read(struct part *p, int code)
 {
-    struct part *p = arg;
     struct conn *c = p->conn;
-    struct kv_mover *m = p->t->m;
-    if (m->stopping) return;
     p->conn = NULL;
-    /* The digest of a cancelled ticket's page is nobody's concern. */
-    if (code == 0 && p->t->x.state == KV_XFER_MOVING) code = check_part(p);
     step(p->t, KV_XFER_READ, index_of(p), 0, code);
     ship_pump(c);
     conn_read_ended(c); /* last: the connection may go with it */
 }
 
+/* The digest of a cancelled ticket's page is nobody's concern. */
+static bool wanted(const struct part *p)
+{
+    return p->t->x.state == KV_XFER_MOVING;
+}
+
+static void on_bulk_here(void *arg, int code)
+{
+    struct part *p = arg;
+    if (p->t->m->stopping) return;
+    if (code == 0 && wanted(p)) {
+        size_t bytes = bytes_of(p->t->m, index_of(p));
+        flip_if_told(local_of(p), bytes);
+        code = check_digest(p, tow_hash64(local_of(p), bytes));
+    }
+    part_is_read(p, code);
+}
+
+static void on_piece(void *arg, int code);
+
+static size_t piece_of(const struct read *r)
+{
+    size_t left = bytes_of(r->p->t->m, index_of(r->p)) - r->at;
+    return left < MOVER_READ_BYTES ? left : MOVER_READ_BYTES;
+}
+
+static int read_piece(struct read *r)
+{
+    struct part *p = r->p;
+    struct conn *c = p->conn;
+    enum kv_area area = area_of(index_of(p));
+    return net_ep_get(c->ep, c->rkeys[area], c->remote_base[area] + p->remote + r->at,
+                      local_of(p) + r->at, piece_of(r), on_piece, r);
+}
+
+static void on_piece(void *arg, int code)
+{
+    struct read *r = arg;
+    struct part *p = r->p;
+    struct kv_mover *m = p->t->m;
+    if (m->stopping) return;
+    if (code == 0 && wanted(p)) {
+        uint8_t *here = local_of(p) + r->at;
+        size_t n = piece_of(r);
+        bool last = r->at + n == bytes_of(m, index_of(p));
+        if (last) flip_if_told(here, n);
+        if (r->at == 0 && !last) tow_hash_begin(&r->digest);
+        if (r->at == 0 && last) {
+            code = check_digest(p, tow_hash64(here, n));
+        } else {
+            tow_hash_add(&r->digest, here, n);
+            r->at += n;
+            if (!last) code = read_piece(r);
+            if (!last && code == 0) return;
+            if (last) code = check_digest(p, tow_hash_end(&r->digest));
+        }
+    }
+    r->p = NULL;
+    part_is_read(p, code);
+}
+
+static struct read *read_slot(struct conn *c)
+{
+    struct read *r = c->reads;
+    while (r->p) r++; /* n_reads says that one is free */
+    return r;
+}
+
 static void start_read(struct conn *c, struct ticket *t, uint32_t index)
 {
-    struct kv_mover *m = t->m;
     struct part *p = part_at(t, index);
     int rc;
     p->conn = c;
@@ -301,11 +367,13 @@ static void start_read(struct conn *c, struct ticket *t, uint32_t index)
     } else if (p->bulk) {
         struct net_bulk *bulk = p->bulk;
         p->bulk = NULL;
-        rc = net_bulk_take(bulk, local_of(p), on_read, p);
+        rc = net_bulk_take(bulk, local_of(p), on_bulk_here, p);
     } else {
-        enum kv_area area = area_of(index);
-        rc = net_ep_get(c->ep, c->rkeys[area], c->remote_base[area] + p->remote, local_of(p),
-                        bytes_of(m, index), on_read, p);
+        struct read *r = read_slot(c);
+        r->p = p;
+        r->at = 0;
+        rc = read_piece(r);
+        if (rc != 0) r->p = NULL;
     }
     if (rc == 0) return;
     p->conn = NULL;
@@ -442,20 +510,21 @@ void ship_send(struct kv_mover *m, const struct command *cmd)
                         cmd->lease_ms ? cmd->lease_ms : m->cfg.lease_ms, m->now_ms);
 }
 
-void ship_offer(struct kv_mover *m, const struct command *cmd)
+bool ship_offer_some(struct kv_mover *m, struct command *cmd)
 {
     const struct kv_offer *parts = (const struct kv_offer *)(const void *)cmd->payload;
-    for (uint32_t i = 0; i < cmd->n; i++) {
+    for (size_t hashed = 0; cmd->at < cmd->n && hashed < MOVER_OFFER_BYTES; cmd->at++) {
         struct ticket *t = find(m, cmd->ticket); /* each step may end it */
-        if (!t || !t->x.sender || t->x.state != KV_XFER_OPEN) return;
-        const struct kv_offer *o = &parts[i];
+        if (!t || !t->x.sender || t->x.state != KV_XFER_OPEN) return true;
+        const struct kv_offer *o = &parts[cmd->at];
         bool tail = o->index == KV_PART_TAIL;
         if (tail || o->index < t->x.n_pages) {
             struct part *p = part_at(t, o->index);
             if (t->states[p - t->parts] == KV_PART_NONE) {
+                size_t bytes = bytes_of(m, o->index);
                 p->local = o->offset;
-                p->digest =
-                    o->has_digest ? o->digest : tow_hash64(local_of(p), bytes_of(m, o->index));
+                p->digest = o->has_digest ? o->digest : tow_hash64(local_of(p), bytes);
+                hashed += o->has_digest ? 0 : bytes;
             }
         }
         if (tail) {
@@ -464,6 +533,7 @@ void ship_offer(struct kv_mover *m, const struct command *cmd)
         }
         step(t, KV_XFER_OFFER, o->index, 0, 0);
     }
+    return cmd->at >= cmd->n;
 }
 
 void ship_expect(struct kv_mover *m, const struct command *cmd)
