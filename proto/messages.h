@@ -15,6 +15,7 @@
 #ifndef TOW_PROTO_MESSAGES_H
 #define TOW_PROTO_MESSAGES_H
 
+#include "proto/capture.h"
 #include "proto/page.h"
 #include "proto/wire.h"
 
@@ -152,7 +153,8 @@ struct wire_ticket {
     F(u32, lease_ms, 600000, "without progress for so long the ticket is dead")                    \
     F(sampling, sampling, 0, "how to choose tokens")                                               \
     F(ids, eos, WIRE_MAX_EOS, "ids that end the answer")                                           \
-    F(ids, outputs, WIRE_MAX_TOKENS, "outputs so far (of an earlier attempt), in order")
+    F(ids, outputs, WIRE_MAX_TOKENS, "outputs so far (of an earlier attempt), in order")           \
+    F(bytes, capture, WIRE_MAX_CAPTURE, "what to rank, see proto/capture.h; empty: nothing")
 #define WIRE_GRANT(F)                                                                              \
     F(ticket, ticket, 0, "of the RESERVE")                                                         \
     F(u32, pages, UINT32_MAX, "pages held for it")
@@ -171,7 +173,8 @@ struct wire_ticket {
     F(u32, lease_ms, 600000, "as in RESERVE")                                                      \
     F(sampling, sampling, 0, "for the first token")                                                \
     F(ids, eos, WIRE_MAX_EOS, "as in RESERVE")                                                     \
-    F(ids, tokens, WIRE_MAX_TOKENS, "prompt, then outputs so far")
+    F(ids, tokens, WIRE_MAX_TOKENS, "prompt, then outputs so far")                                 \
+    F(bytes, capture, WIRE_MAX_CAPTURE, "as in RESERVE")
 #define WIRE_PROGRESS(F)                                                                           \
     F(ticket, ticket, 0, "")                                                                       \
     F(u32, tokens_done, WIRE_MAX_TOKENS, "computed so far")
@@ -199,6 +202,11 @@ struct wire_ticket {
 #define WIRE_CANCEL(F)                                                                             \
     F(ticket, ticket, 0, "unknown tickets are answered with CANCELLED too")                        \
     F(u8, reason, 255, "0 client, 1 stop string, 2 deadline, 3 goes on elsewhere")
+#define WIRE_CAPTURED(F)                                                                           \
+    F(ticket, ticket, 0, "")                                                                       \
+    F(u32, step, WIRE_MAX_TOKENS, "the row that chose this output, counted over all attempts")     \
+    F(u32, layer, 65535, "of the model")                                                           \
+    F(bytes, row, WIRE_MAX_CAPTURED, "where the entries rank, see proto/capture.h")
 #define WIRE_CANCELLED(F) F(ticket, ticket, 0, "this side has forgotten it; nothing more comes")
 
 #define WIRE_XHELLO(F)                                                                             \
@@ -290,6 +298,8 @@ struct wire_ticket {
     M(finish, FINISH, 40, 1, 1024, "D>R", "the answer is complete")                                \
     M(cancel, CANCEL, 41, 1, 1024, "R>W", "end the ticket at any step")                            \
     M(cancelled, CANCELLED, 42, 1, 1024, "W>R", "ended")                                           \
+    M(captured, CAPTURED, 43, 1, WIRE_MAX_CAPTURED + 1024, "W>R",                                  \
+      "one layer of one row; before the TOKENS or PREFILL_DONE of its step")                       \
     M(xhello, XHELLO, 64, 1, 65536, "P>D", "first on a data link")                                 \
     M(xready, XREADY, 65, 1, 1024, "D>P", "identity and fingerprint fit")                          \
     M(xrefuse, XREFUSE, 66, 1, 4096, "D>P", "they do not")                                         \
