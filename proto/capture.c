@@ -63,6 +63,22 @@ void wire_put_capture_row(struct wire_writer *w, const struct wire_capture_row *
     wire_put_ids(w, r->list, WIRE_CAPTURE_MAX_LIST);
 }
 
+static bool ranks_hold(const struct wire_ranks *r, uint32_t n_entries, uint32_t n_visible)
+{
+    for (uint32_t i = 0; i < n_entries; i++) {
+        uint32_t rank = wire_rank_at(r, i).rank;
+        if (rank < 1 || rank > n_visible) return false;
+    }
+    return true;
+}
+
+/* Ascending, and all of them visible. */
+static bool entries_hold(struct wire_ids entries, uint32_t n_visible)
+{
+    return ascending(entries) &&
+           (entries.n == 0 || wire_ids_at(entries, entries.n - 1) < n_visible);
+}
+
 int wire_get_capture_row(struct wire_capture_row *out, const void *body, size_t n)
 {
     struct wire_reader r = {.data = body, .len = n};
@@ -74,15 +90,13 @@ int wire_get_capture_row(struct wire_capture_row *out, const void *body, size_t 
     for (int i = 0; i < WIRE_SHADOWS; i++)
         if (out->shadow >> i & 1) get_ranks(&r, out->entries.n, &out->shadows[i]);
     out->list = wire_get_ids(&r, WIRE_CAPTURE_MAX_LIST);
-    bool good =
-        !r.failed && out->topk >= 1 && out->shadow < 1 << WIRE_SHADOWS && ascending(out->entries) &&
-        ascending(out->list) &&
-        (out->entries.n == 0 || wire_ids_at(out->entries, out->entries.n - 1) < out->n_visible) &&
-        (out->list.n == 0 || wire_ids_at(out->list, out->list.n - 1) < out->n_visible);
-    for (uint32_t i = 0; good && i < out->entries.n; i++) {
-        uint32_t rank = wire_rank_at(&out->own, i).rank;
-        good = rank >= 1 && rank <= out->n_visible;
-    }
+    bool good = !r.failed && out->topk >= 1 && out->shadow < 1 << WIRE_SHADOWS &&
+                entries_hold(out->entries, out->n_visible) &&
+                entries_hold(out->list, out->n_visible) && out->list.n <= out->topk &&
+                ranks_hold(&out->own, out->entries.n, out->n_visible);
+    for (int i = 0; good && i < WIRE_SHADOWS; i++)
+        if (out->shadow >> i & 1)
+            good = ranks_hold(&out->shadows[i], out->entries.n, out->n_visible);
     return good ? 0 : TOW_EWIRE;
 }
 

@@ -145,6 +145,18 @@ static bool name_holds(struct wire_text name)
     return name.len > 0;
 }
 
+static bool capture_holds(struct wire_bytes ask)
+{
+    struct wire_capture c;
+    return ask.len == 0 || wire_get_capture(&c, ask.data, ask.len) == 0;
+}
+
+static bool capture_row_holds(struct wire_bytes row)
+{
+    struct wire_capture_row r;
+    return wire_get_capture_row(&r, row.data, row.len) == 0;
+}
+
 /* Only what makes a message self-contradictory; what depends on the receiver is the receiver's. */
 static bool holds(const struct wire_msg *m)
 {
@@ -152,8 +164,11 @@ static bool holds(const struct wire_msg *m)
     case WIRE_HELLO_MSG:
         return facts_hold(m->hello.facts) && name_holds(m->hello.name) && m->hello.incarnation != 0;
     case WIRE_XHELLO_MSG: return facts_hold(m->xhello.facts) && name_holds(m->xhello.name);
-    case WIRE_RESERVE_MSG: return m->reserve.outputs.n <= m->reserve.n_tokens;
-    case WIRE_PREFILL_MSG: return m->prefill.n_prompt <= m->prefill.tokens.n;
+    case WIRE_RESERVE_MSG:
+        return m->reserve.outputs.n <= m->reserve.n_tokens && capture_holds(m->reserve.capture);
+    case WIRE_PREFILL_MSG:
+        return m->prefill.n_prompt <= m->prefill.tokens.n && capture_holds(m->prefill.capture);
+    case WIRE_CAPTURED_MSG: return capture_row_holds(m->captured.row);
     case WIRE_TOKENS_MSG:
         return rows_hold(m->tokens.logprobs, m->tokens.ids.n, m->tokens.has_logprobs,
                          m->tokens.n_top);

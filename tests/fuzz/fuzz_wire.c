@@ -1,6 +1,6 @@
 /* Any bytes are a message or a refusal. The first two are the type, the rest is its body (so that
  * the fuzzer need not find the header's check). What is accepted packs, and packs the same after
- * another unpack. */
+ * another unpack. The ask and the answer of a capture are taken as bodies of their own as well. */
 #include "common/base/err.h"
 #include "proto/messages.h"
 
@@ -27,11 +27,34 @@ static void walk(const struct wire_msg *m)
             wire_top_at(m->tokens.logprobs, m->tokens.n_top, i, k, &token, &lp);
 }
 
+/* What is accepted packs to the bytes it came from. */
+static void capture(const uint8_t *data, size_t size)
+{
+    struct wire_capture c;
+    struct wire_capture_row r;
+    uint8_t *back = malloc(size ? size : 1);
+    if (!back) abort();
+    struct wire_writer w = {.data = back, .cap = size};
+    if (wire_get_capture(&c, data, size) == 0) {
+        wire_put_capture(&w, &c);
+        if (w.failed || memcmp(back, data, w.len)) abort();
+    }
+    w = (struct wire_writer){.data = back, .cap = size};
+    if (wire_get_capture_row(&r, data, size) == 0) {
+        wire_put_capture_row(&w, &r);
+        if (w.failed || memcmp(back, data, w.len)) abort();
+        for (uint32_t i = 0; i < r.entries.n; i++)
+            if (wire_rank_at(&r.own, i).rank > r.n_visible) abort();
+    }
+    free(back);
+}
+
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size)
 {
     struct tow_err err = {0};
     struct wire_msg m, again;
     (void)wire_unpack_frame(&m, data, size, &err);
+    capture(data, size);
     if (size < 2) return 0;
     struct wire_header h = {.type = (uint16_t)(data[0] | data[1] << 8),
                             .version = WIRE_VERSION,

@@ -92,7 +92,45 @@ static void fill_sampling(struct wire_sampling *m, uint64_t max_of_list)
 WIRE_MESSAGES(M)
 #undef M
 
-static uint8_t g_facts[128];
+static uint8_t g_facts[128], g_capture[128], g_row[256];
+
+static struct wire_bytes sample_capture(void)
+{
+    static const uint32_t layers[2] = {2, 4};
+    struct wire_writer w = {.data = g_capture, .cap = sizeof g_capture};
+    struct wire_capture c = {.steps = WIRE_CAPTURE_ALL,
+                             .shadow = 1 << WIRE_SHADOW_BF16 | 1 << WIRE_SHADOW_FP4,
+                             .lists = 1,
+                             .max_steps = 64,
+                             .layers = {layers, 2},
+                             .entries = {sample_ids, 3}};
+    wire_put_capture(&w, &c);
+    return (struct wire_bytes){g_capture, (uint32_t)w.len};
+}
+
+/* Two entries, their ranks by the model's own keys and by fp8 ones. */
+static struct wire_bytes sample_row(void)
+{
+    static const uint32_t entries[2] = {3, 17}, list[2] = {0, 17};
+    static uint8_t ranks[2 * WIRE_RANK_BYTES];
+    struct wire_writer k = {.data = ranks, .cap = sizeof ranks},
+                       w = {.data = g_row, .cap = sizeof g_row};
+    for (uint32_t i = 0; i < 2; i++) {
+        wire_put_u32(&k, 3 - i);
+        wire_put_u32(&k, i);
+        wire_put_f32(&k, 0.25f * (float)(i + 1));
+    }
+    struct wire_ranks all = {.kth = 0.5f, .next = 0.25f, .ranks = {ranks, sizeof ranks}};
+    struct wire_capture_row r = {.topk = 2,
+                                 .n_visible = 20,
+                                 .entries = {entries, 2},
+                                 .own = all,
+                                 .shadow = 1 << WIRE_SHADOW_FP8,
+                                 .list = {list, 2}};
+    r.shadows[WIRE_SHADOW_FP8] = all;
+    wire_put_capture_row(&w, &r);
+    return (struct wire_bytes){g_row, (uint32_t)w.len};
+}
 
 static void sample(struct wire_msg *m, unsigned type)
 {
@@ -113,6 +151,9 @@ static void sample(struct wire_msg *m, unsigned type)
     if (type == WIRE_HELLO_MSG) m->hello.facts = facts;
     if (type == WIRE_XHELLO_MSG) m->xhello.facts = facts;
     if (type == WIRE_PREFILL_MSG) m->prefill.n_prompt = 2;
+    if (type == WIRE_RESERVE_MSG) m->reserve.capture = sample_capture();
+    if (type == WIRE_PREFILL_MSG) m->prefill.capture = sample_capture();
+    if (type == WIRE_CAPTURED_MSG) m->captured.row = sample_row();
     if (type == WIRE_TOKENS_MSG) {
         m->tokens.ids.n = 1;
         m->tokens.has_logprobs = m->tokens.n_top = 1;
