@@ -136,6 +136,27 @@ static int choose_page_tokens(const struct kern_kv_spec *s, int32_t *out, struct
     return 0;
 }
 
+enum kern_ik_fmt kern_shadow_fmt(enum kern_shadow s)
+{
+    return s == KERN_SHADOW_BF16 ? KERN_IK_BF16 : s == KERN_SHADOW_FP8 ? KERN_IK_FP8 : KERN_IK_FP4;
+}
+
+static void lay_shadows(struct kern_kv_layout *l)
+{
+    int64_t at = 0;
+    for (int32_t i = 0; i < l->spec.n_layers; i++) {
+        struct kern_kv_layer *y = &l->layer[i];
+        for (int s = 0; y->index_bytes && s < KERN_SHADOWS; s++) {
+            y->shadow_off[s] = at;
+            at += kern_ik_rows_bytes(kern_shadow_fmt((enum kern_shadow)s), l->spec.index_dim,
+                                     y->per_page);
+            at = align_up(at, PART_ALIGN);
+        }
+    }
+    /* Keys of exact mode (F32) are neither turned nor rounded: nothing to compare with. */
+    l->shadow_bytes = at <= l->page_bytes && l->spec.ik_fmt != KERN_IK_F32 ? at : 0;
+}
+
 int kern_kv_layout_init(struct kern_kv_layout *l, const struct kern_kv_spec *spec,
                         struct tow_err *err)
 {
@@ -182,6 +203,7 @@ int kern_kv_layout_init(struct kern_kv_layout *l, const struct kern_kv_spec *spe
         tail += (int64_t)spec->stream_width * 4;
     }
     l->page_bytes = page > 0 ? align_up(page, PAGE_ALIGN) : PAGE_ALIGN;
+    lay_shadows(l);
     l->tail_bytes = align_up(tail, PAGE_ALIGN);
     return 0;
 }

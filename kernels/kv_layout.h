@@ -24,6 +24,10 @@ struct tow_err;
 #define KERN_KV_LAYOUT_VERSION 1
 enum { KERN_KV_MAX_LAYERS = 256, KERN_KV_DEFAULT_PAGE_TOKENS = 256, KERN_KV_MAX_RATIO = 1024 };
 
+/* Index keys that a captured sequence keeps besides those that select, in its companion pages. */
+enum kern_shadow { KERN_SHADOW_BF16, KERN_SHADOW_FP8, KERN_SHADOW_FP4, KERN_SHADOWS };
+enum kern_ik_fmt kern_shadow_fmt(enum kern_shadow s);
+
 /* Everything the geometry depends on. Layers are the main ones, then the MTP ones. */
 struct kern_kv_spec {
     int32_t n_layers;                   /* main + MTP */
@@ -45,15 +49,18 @@ struct kern_kv_layer {
     int64_t window_off, window_bytes; /* in the tail: window rows, slot = position mod window */
     int64_t mstate_off, mstate_bytes; /* in the tail: main compressor state, f32 */
     int64_t istate_off, istate_bytes; /* in the tail: index compressor state, f32 */
+    int64_t shadow_off[KERN_SHADOWS]; /* in a companion page: index keys of each shadow type */
 };
 
 struct kern_kv_layout {
     struct kern_kv_spec spec;
     int32_t page_tokens;
-    int32_t n_parts;    /* per page; at least 1 */
-    int64_t page_bytes; /* multiple of 4096 */
-    int64_t tail_bytes; /* multiple of 4096 */
-    int64_t stream_off; /* in the tail: last position's streams, f32 [stream_width]; MTP only */
+    int32_t n_parts;      /* per page; at least 1 */
+    int64_t page_bytes;   /* multiple of 4096 */
+    int64_t tail_bytes;   /* multiple of 4096 */
+    int64_t shadow_bytes; /* of a companion page in use; 0: there can be none (they would not fit
+                           * into page_bytes, or keys are F32) */
+    int64_t stream_off;   /* in the tail: last position's streams, f32 [stream_width]; MTP only */
     struct kern_kv_layer layer[KERN_KV_MAX_LAYERS];
 };
 

@@ -172,6 +172,31 @@ struct kern_index_select {
     enum kern_dtype act;
 };
 
+/* Where entries stand among all that one row sees: rank 1 is the highest score, of equals the lower
+ * entry comes first, so an entry is selected exactly when its rank is at most seq->topk. Counts, in
+ * one pass over the scores, which never leave the device. */
+enum { KERN_KEYS_OWN = -1 };
+struct kern_rank {
+    int32_t rank, equal; /* equal: other visible entries with the same score */
+    float score;
+};
+struct kern_index_rank {
+    const void *q;  /* [T, H, w] act, prepared for the type of the keys (kern_index_query) */
+    const void *wt; /* [T, H] act */
+    float factor;   /* w^-0.5 * H^-0.5 */
+    const uint8_t *pages;
+    const struct kern_kv_layout *layout;
+    int32_t layer;
+    const struct kern_seq *seq; /* one row: n_rows 1 at row0; shadowed if keys are */
+    int32_t T, H;
+    int keys;               /* KERN_KEYS_OWN, or an enum kern_shadow: the companion pages' */
+    const int32_t *entries; /* [n_entries] each visible to the row */
+    int32_t n_entries;
+    struct kern_rank *ranks; /* [n_entries] */
+    float *kth, *next;       /* [1] last score selected, first one not; NaN where there is none */
+    enum kern_dtype act;
+};
+
 /* Attention of each row over window keys (ascending position) then compressed entries (ascending
  * index): s = q.k * scale; weights exp(s - max) rounded to act before the product, sum unrounded
  * plus exp(sink - max). Positions before the sequence's pos0 come from its ring, later ones from
@@ -257,8 +282,9 @@ struct kern_mtp_mix {
 /* The list; it makes the table's members and drives the parity tests. */
 #define KERN_OPS(X)                                                                                \
     X(embed)                                                                                       \
-    X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope) X(kv_prep)        \
-        X(window_store) X(compress) X(index_query) X(index_select) X(attention) X(route) X(moe)    \
+    X(rmsnorm)                                                                                     \
+    X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope) X(kv_prep) X(window_store)   \
+        X(compress) X(index_query) X(index_select) X(index_rank) X(attention) X(route) X(moe)      \
             X(swiglu) X(add) X(mtp_mix)
 
 struct kern_ops {

@@ -75,6 +75,8 @@ struct kern_seq {
     int32_t n_pages;
     uint8_t *tail; /* borrowed; layout->tail_bytes long */
     int32_t topk;  /* index_topk of this sequence */
+    bool shadowed; /* each page is followed in page_ids by its companion: the same tokens' index
+                    * keys in other types (layout->shadow_bytes); n_pages counts both */
 };
 
 #endif

@@ -28,6 +28,9 @@ struct scratch {
     float *ckv, *cgate;             /* [R, c*e] of either compressor */
     void *iq, *iwt;                 /* [R, Hi, w], [R, Hi] */
     int32_t *selected, *n_selected; /* [R, max_topk], [R] */
+    void *capture_q;                /* [Hi * wi] act: one row's queries for a shadow type */
+    struct kern_rank *ranks;        /* [1 + KERN_SHADOWS, MODEL_CAPTURE_ENTRIES] */
+    float *border;                  /* [1 + KERN_SHADOWS, 2] */
     void *o_low;                    /* [R, G, o_lora] */
     float *gate;                    /* [R, E] */
     int32_t *experts;               /* [R, k] */
@@ -91,6 +94,11 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     k->iwt = rows(m, s->index_heads, a, &bad);
     k->selected = rows(m, m->opt.max_topk, f, &bad);
     k->n_selected = rows(m, 1, f, &bad);
+    k->capture_q = kern_dev_alloc(m->dev, (size_t)(s->index_heads * s->index_dim * a) + 1);
+    k->ranks =
+        kern_dev_alloc(m->dev, (1 + KERN_SHADOWS) * MODEL_CAPTURE_ENTRIES * sizeof *k->ranks);
+    k->border = kern_dev_alloc(m->dev, (1 + KERN_SHADOWS) * 2 * sizeof *k->border);
+    bad = bad || !k->capture_q || !k->ranks || !k->border;
     k->o_low = rows(m, (int64_t)s->o_groups * s->o_lora, a, &bad);
     k->gate = rows(m, s->E, f, &bad);
     k->experts = rows(m, s->k, f, &bad);
@@ -110,12 +118,12 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
 static void free_scratch(struct model *m)
 {
     struct scratch *k = &m->s;
-    void *all[] = {k->h,           k->x,          k->y,      k->post,   k->comb,    k->pos,
-                   k->cos[0],      k->cos[1],     k->sin[0], k->sin[1], k->qr,      k->q,
-                   k->o,           k->kv,         k->ckv,    k->cgate,  k->iq,      k->iwt,
-                   k->selected,    k->n_selected, k->o_low,  k->gate,   k->experts, k->weights,
-                   k->margin,      k->routed,     k->sg,     k->su,     k->shared,  k->mtp_in,
-                   m->inv_freq[0], m->inv_freq[1]};
+    void *all[] = {
+        k->h,      k->x,      k->y,      k->post,   k->comb,     k->pos,         k->cos[0],
+        k->cos[1], k->sin[0], k->sin[1], k->qr,     k->q,        k->o,           k->kv,
+        k->ckv,    k->cgate,  k->iq,     k->iwt,    k->selected, k->n_selected,  k->capture_q,
+        k->ranks,  k->border, k->o_low,  k->gate,   k->experts,  k->weights,     k->margin,
+        k->routed, k->sg,     k->su,     k->shared, k->mtp_in,   m->inv_freq[0], m->inv_freq[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(m->dev, all[i]);
 }
 
@@ -377,6 +385,80 @@ static float *score_rows(struct pass *p, int64_t *n)
     return scores;
 }
 
+static bool captured(const struct model_capture *c, int32_t layer)
+{
+    if (c->n_layers == 0) return true;
+    for (int32_t i = 0; i < c->n_layers; i++)
+        if (c->layers[i] == layer) return true;
+    return false;
+}
+
+static float index_factor(const struct model_shape *s)
+{
+    return (float)(1.0 / sqrt((double)s->index_dim) / sqrt((double)s->index_heads));
+}
+
+/* Ranks by keys of one type. Queries for a shadow type are made anew from the row's latent: the same
+ * bits as the row's own had before they were rounded. */
+static void rank(struct pass *p, int32_t at, const struct model_layer *L,
+                 const struct kern_seq *row, const int32_t *entries, int32_t n, int keys,
+                 struct model_ranks *out)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const int64_t a = kern_dtype_bytes(m->act), half = s->rd / 2, r = row->row0;
+    struct kern_seq q = *row;
+    const void *iq = m->s.iq, *wt = m->s.iwt;
+    int32_t T = p->T;
+    struct kern_rank *ranks = m->s.ranks + (int64_t)(keys + 1) * MODEL_CAPTURE_ENTRIES;
+    float *border = m->s.border + (int64_t)(keys + 1) * 2;
+    if (keys != KERN_KEYS_OWN) {
+        linear_rows(p, (const uint8_t *)m->s.qr + r * s->q_lora * a, m->act, &L->index_wq_b,
+                    m->s.capture_q, m->act, 1);
+        OP(p, index_query, .q = m->s.capture_q, .cos = m->s.cos[1] + r * half,
+           .sin = m->s.sin[1] + r * half, .T = 1, .H = s->index_heads, .w = s->index_dim,
+           .rd = s->rd, .fmt = kern_shadow_fmt((enum kern_shadow)keys), .act = m->act);
+        iq = m->s.capture_q;
+        wt = (const uint8_t *)m->s.iwt + r * s->index_heads * a;
+        q.row0 = 0;
+        T = 1;
+    }
+    OP(p, index_rank, .q = iq, .wt = wt, .factor = index_factor(s), .pages = p->b->pages,
+       .layout = &m->layout, .layer = at, .seq = &q, .T = T, .H = s->index_heads, .keys = keys,
+       .entries = entries, .n_entries = n, .ranks = ranks, .kth = border, .next = border + 1,
+       .act = m->act);
+    *out = (struct model_ranks){ranks, border[0], border[1]};
+}
+
+static void capture(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    for (int32_t i = 0; i < p->b->n_seqs && p->rc == 0; i++) {
+        const struct model_capture *c = p->b->captures[i];
+        if (!c || !captured(c, at)) continue;
+        struct kern_seq row = p->b->seqs[i];
+        row.pos0 += row.n_rows - 1;
+        row.row0 += row.n_rows - 1;
+        row.n_rows = 1;
+        struct model_capture_row out = {.layer = at,
+                                        .topk = row.topk,
+                                        .n_visible = (row.pos0 + 1) / L->ratio,
+                                        .entries = c->entries,
+                                        .shadow = c->shadow};
+        while (out.n_entries < c->n_entries && c->entries[out.n_entries] < out.n_visible)
+            out.n_entries++;
+        rank(p, at, L, &row, c->entries, out.n_entries, KERN_KEYS_OWN, &out.own);
+        for (int s = 0; s < KERN_SHADOWS; s++)
+            if (c->shadow >> s & 1)
+                rank(p, at, L, &row, c->entries, out.n_entries, s, &out.shadows[s]);
+        if (c->lists) {
+            out.list = m->s.selected + (int64_t)row.row0 * m->opt.max_topk;
+            out.n_list = m->s.n_selected[row.row0];
+        }
+        if (p->rc == 0) c->on_row(c->ctx, &out);
+    }
+}
+
 static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
@@ -393,8 +475,7 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     linear(p, m->s.x, &L->index_proj, m->s.iwt);
     tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
     float *scores = scored ? score_rows(p, &n_scores) : NULL;
-    OP(p, index_select, .q = m->s.iq, .wt = m->s.iwt,
-       .factor = (float)(1.0 / sqrt((double)s->index_dim) / sqrt((double)s->index_heads)),
+    OP(p, index_select, .q = m->s.iq, .wt = m->s.iwt, .factor = index_factor(s),
        .pages = p->b->pages, .layout = &m->layout, .layer = at, .seqs = p->b->seqs,
        .n_seqs = p->b->n_seqs, .T = p->T, .H = s->index_heads, .selected = m->s.selected,
        .n_selected = m->s.n_selected, .sel_ld = m->opt.max_topk, .scores = scores,
@@ -405,6 +486,7 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
         kern_dev_free(m->dev, scores);
     }
     tap(p, at, "index_selected", MODEL_ELEM_I32, m->s.selected, m->opt.max_topk);
+    if (p->b->captures && at < s->n_layers) capture(p, at, L);
 }
 
 /* s.x -> s.y; at = place in the layout. */
@@ -531,6 +613,10 @@ static int check_pages(const struct model *m, const struct model_batch *b, int32
 {
     const struct kern_seq *q = &b->seqs[i];
     int64_t n = kern_kv_pages_for(q->pos0 + q->n_rows, m->layout.page_tokens);
+    if (q->shadowed && m->layout.shadow_bytes == 0)
+        return tow_fail(err, TOW_EINVAL, "batch: sequence %d: this layout has no companion pages",
+                        i);
+    if (q->shadowed) n *= 2;
     if (n > q->n_pages)
         return tow_fail(err, TOW_EINVAL, "batch: sequence %d: %d pages hold less than %lld tokens",
                         i, q->n_pages, (long long)(q->pos0 + q->n_rows));
@@ -539,6 +625,24 @@ static int check_pages(const struct model *m, const struct model_batch *b, int32
             return tow_fail(err, TOW_EINVAL,
                             "batch: sequence %d: page %lld has id %u; the pool has ids below %u", i,
                             (long long)p, q->page_ids[p], b->n_pages);
+    return 0;
+}
+
+static int check_capture(const struct model_batch *b, int32_t i, struct tow_err *err)
+{
+    const struct model_capture *c = b->captures[i];
+    if (!c) return 0;
+    if (c->n_entries < 1 || c->n_entries > MODEL_CAPTURE_ENTRIES)
+        return tow_fail(err, TOW_EINVAL,
+                        "batch: sequence %d: %d entries to rank; 1 to %d are possible", i,
+                        c->n_entries, MODEL_CAPTURE_ENTRIES);
+    for (int32_t e = 0; e < c->n_entries; e++)
+        if (c->entries[e] < 0 || (e && c->entries[e] <= c->entries[e - 1]))
+            return tow_fail(err, TOW_EINVAL,
+                            "batch: sequence %d: entries to rank are not ascending", i);
+    if (c->shadow >> KERN_SHADOWS || (c->shadow && !b->seqs[i].shadowed))
+        return tow_fail(err, TOW_EINVAL,
+                        "batch: sequence %d: shadow keys asked for, but it keeps none", i);
     return 0;
 }
 
@@ -572,6 +676,7 @@ static int check_batch(const struct model *m, const struct model_batch *b, struc
             return tow_fail(err, TOW_EINVAL, "batch: sequence %d: index_topk %d is not in 1..%d", i,
                             q->topk, m->opt.max_topk);
         if ((rc = check_pages(m, b, i, err)) < 0) return rc;
+        if (b->captures && (rc = check_capture(b, i, err)) < 0) return rc;
         row += q->n_rows;
     }
     if (row != b->T)

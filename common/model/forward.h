@@ -14,6 +14,7 @@
 
 #include "common/model/weights.h"
 #include "kernels/kv_layout.h"
+#include "kernels/ops.h"
 #include "kernels/types.h"
 
 #include <stdbool.h>
@@ -65,6 +66,35 @@ struct model_tap {
     bool scores; /* also compute index_scores, index_margin and expert_margin */
 };
 
+struct model_capture_row;
+
+/* What to rank of one sequence: its last row in the batch, in the layers named. */
+enum { MODEL_CAPTURE_ENTRIES = 512 };
+struct model_capture {
+    const int32_t *layers; /* [n_layers] ascending; none: every layer with an indexer */
+    int32_t n_layers;
+    const int32_t *entries; /* [n_entries] ascending; those the row does not see are left out */
+    int32_t n_entries;      /* <= MODEL_CAPTURE_ENTRIES */
+    unsigned shadow;        /* bit per enum kern_shadow; the sequence must be shadowed */
+    bool lists;
+    /* Called once per layer, in the pass; what it points to is valid during the call only. */
+    void (*on_row)(void *ctx, const struct model_capture_row *row);
+    void *ctx;
+};
+struct model_ranks {
+    const struct kern_rank *ranks; /* [n_entries] */
+    float kth, next;               /* NaN where there is none */
+};
+struct model_capture_row {
+    int32_t layer, topk, n_entries;
+    int64_t n_visible;
+    const int32_t *entries; /* [n_entries] those asked for that the row sees */
+    struct model_ranks own, shadows[KERN_SHADOWS]; /* shadows: those asked for */
+    unsigned shadow;
+    const int32_t *list; /* [n_list] selected entries, ascending; none unless asked for */
+    int32_t n_list;
+};
+
 struct model_batch {
     const int32_t *ids;          /* [T] */
     int32_t T;                   /* <= max_rows */
@@ -74,8 +104,9 @@ struct model_batch {
     uint32_t n_pages;          /* in the pool: page ids are below it */
     const int32_t *logit_rows; /* [n_logit_rows] ascending; rows that need logits */
     int32_t n_logit_rows;
-    float *logits;         /* [n_logit_rows, V] */
-    struct model_tap *tap; /* NULL = none */
+    float *logits;                               /* [n_logit_rows, V] */
+    struct model_tap *tap;                       /* NULL = none */
+    const struct model_capture *const *captures; /* NULL = none, or [n_seqs], each may be NULL */
     /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D], or from
      * ids when first is 0; both 0 = all. */
     int32_t first_layer, last_layer;

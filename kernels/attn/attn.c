@@ -34,6 +34,21 @@ int kern_index_select_check(const struct kern_index_select *p)
     return p->q && p->wt && p->pages && p->selected && p->n_selected ? 0 : TOW_EINVAL;
 }
 
+int kern_index_rank_check(const struct kern_index_rank *p)
+{
+    const struct kern_seq *q = p->seq;
+    if (p->T < 1 || p->H < 1 || p->n_entries < 0 || !q || q->n_rows != 1) return TOW_EINVAL;
+    if (!kern_seqs_ok(q, 1, p->layout, p->layer) || !rows_ok(q, 1, p->T)) return TOW_EINVAL;
+    if (!kern_kv_overlaps(p->layout->layer[p->layer].ratio) || q->topk < 1) return TOW_EINVAL;
+    if (p->keys != KERN_KEYS_OWN && (p->keys < 0 || p->keys >= KERN_SHADOWS)) return TOW_EINVAL;
+    if (p->keys != KERN_KEYS_OWN && (!q->shadowed || p->layout->shadow_bytes == 0))
+        return TOW_EINVAL;
+    int64_t n = (q->pos0 + 1) / p->layout->layer[p->layer].ratio;
+    for (int32_t i = 0; i < p->n_entries; i++)
+        if (p->entries[i] < 0 || p->entries[i] >= n) return TOW_EINVAL;
+    return p->q && p->wt && p->pages && p->ranks && p->kth && p->next ? 0 : TOW_EINVAL;
+}
+
 int kern_attention_check(const struct kern_attention *p)
 {
     if (p->T < 0 || p->H < 1) return TOW_EINVAL;

@@ -33,6 +33,7 @@ struct block {
 
 struct job {
     const struct kern_index_select *p;
+    int keys; /* KERN_KEYS_OWN, or an enum kern_shadow */
     struct block *blocks;
     float *scores;
     uint8_t *scratch;
@@ -92,11 +93,16 @@ static void score_part(void *arg, int64_t part, int thread)
     int64_t e0 = (part - b->parts) * ENTRIES, n = b->n - e0 < ENTRIES ? b->n - e0 : ENTRIES;
     float *keys = (float *)(j->scratch + j->stride * (size_t)thread), *kt = keys + ENTRIES * j->wp;
     float *q = kt + ENTRIES * j->wp, *wt = q + p->H * j->wp, sum[ENTRIES];
+    const bool own = j->keys == KERN_KEYS_OWN;
+    enum kern_ik_fmt fmt =
+        own ? p->layout->spec.ik_fmt : kern_shadow_fmt((enum kern_shadow)j->keys);
     for (int64_t i = 0; i < n; i++) {
         int64_t row;
         const uint8_t *at =
-            kern_entry_part(p->pages, p->layout, p->layer, true, b->q, e0 + i, &row);
-        kern_ik_row(p->layout->spec.ik_fmt, at, y->per_page, row, keys + i * j->wp, j->w);
+            own ? kern_entry_part(p->pages, p->layout, p->layer, true, b->q, e0 + i, &row)
+                : kern_shadow_part(p->pages, p->layout, p->layer, (enum kern_shadow)j->keys, b->q,
+                                   e0 + i, &row);
+        kern_ik_row(fmt, at, y->per_page, row, keys + i * j->wp, j->w);
     }
     memset(keys + n * j->wp, 0, (size_t)((ENTRIES - n) * j->wp) * 4);
     for (int64_t e = 0; e < ENTRIES; e += 16)
@@ -204,7 +210,7 @@ static void select_part(void *arg, int64_t part, int thread)
 
 int KERN_ISA(kern_index_select)(struct kern_stream *s, const struct kern_index_select *p)
 {
-    struct job j = {.p = p, .w = p->layout->spec.index_dim};
+    struct job j = {.p = p, .keys = KERN_KEYS_OWN, .w = p->layout->spec.index_dim};
     if (p->T == 0 || p->n_seqs == 0) return 0;
     j.wp = kern_pad16(j.w);
     j.blocks = kern_scratch(s, KERN_SLOT_OP2, MAX_BLOCKS * sizeof *j.blocks);
@@ -238,5 +244,94 @@ int KERN_ISA(kern_index_select)(struct kern_stream *s, const struct kern_index_s
         kern_parallel(s, parts, score_part, &j);
         kern_parallel(s, rows, select_part, &j);
     }
+    return 0;
+}
+
+struct count_job {
+    const struct kern_index_rank *p;
+    const float *scores;
+    int64_t n;
+    int64_t *above, *equal; /* [parts][entries] */
+};
+
+enum { COUNT_PART = 4096 };
+
+/* How many of one stretch of scores stand above each entry asked for, and beside it. */
+static void count_part(void *arg, int64_t part, int thread)
+{
+    const struct count_job *j = arg;
+    const struct kern_index_rank *p = j->p;
+    int64_t i0 = part * COUNT_PART, i1 = j->n - i0 < COUNT_PART ? j->n : i0 + COUNT_PART;
+    (void)thread;
+    for (int32_t a = 0; a < p->n_entries; a++) {
+        uint32_t own = order_of(j->scores[p->entries[a]]);
+        int64_t above = 0, equal = 0;
+        for (int64_t i = i0; i < i1; i++) {
+            uint32_t u = order_of(j->scores[i]);
+            above += u > own || (u == own && i < p->entries[a]);
+            equal += u == own && i != p->entries[a];
+        }
+        j->above[part * p->n_entries + a] = above;
+        j->equal[part * p->n_entries + a] = equal;
+    }
+}
+
+/* The last score that is kept and the first that is not. */
+static void border(const float *s, int64_t n, int32_t topk, float *kth, float *next)
+{
+    *kth = *next = NAN;
+    if (n == 0) return;
+    int64_t k = n < topk ? n : topk, equal, ties = 0;
+    uint32_t u_kth = kth_highest(s, n, k, &equal), below = 0;
+    for (int64_t i = 0; i < n; i++) {
+        uint32_t u = order_of(s[i]);
+        if (u == u_kth && ties < equal) {
+            ties++;
+            *kth = s[i];
+        } else if (u <= u_kth && u >= below) {
+            below = u;
+            *next = s[i];
+        }
+    }
+}
+
+int KERN_ISA(kern_index_rank)(struct kern_stream *s, const struct kern_index_rank *p)
+{
+    const struct kern_index_select select = {.q = p->q,
+                                             .wt = p->wt,
+                                             .factor = p->factor,
+                                             .pages = p->pages,
+                                             .layout = p->layout,
+                                             .layer = p->layer,
+                                             .seqs = p->seq,
+                                             .n_seqs = 1,
+                                             .T = 1,
+                                             .H = p->H,
+                                             .act = p->act};
+    struct job j = {.p = &select, .keys = p->keys, .w = p->layout->spec.index_dim, .n_blocks = 1};
+    struct block b = {.q = p->seq, .row0 = p->seq->row0, .n_rows = 1};
+    j.wp = kern_pad16(j.w);
+    b.n = visible(&select, p->seq, b.row0);
+    int64_t parts = (b.n + COUNT_PART - 1) / COUNT_PART, room = parts * p->n_entries;
+    j.blocks = &b;
+    j.scratch = kern_scratch_each(
+        s, KERN_SLOT_OP, (size_t)((2 * ENTRIES + p->H) * j.wp + kern_pad16(p->H)) * 4, &j.stride);
+    j.scores = kern_scratch(s, KERN_SLOT_OP3, (size_t)b.n * 4 + 64);
+    struct count_job c = {.p = p, .scores = j.scores, .n = b.n};
+    c.above = kern_scratch(s, KERN_SLOT_OP2, (size_t)room * 16 + 64);
+    if (!j.scratch || !j.scores || !c.above) return TOW_ENOMEM;
+    c.equal = c.above + room;
+    kern_parallel(s, (b.n + ENTRIES - 1) / ENTRIES, score_part, &j);
+    kern_parallel(s, parts, count_part, &c);
+    for (int32_t a = 0; a < p->n_entries; a++) {
+        int64_t above = 0, equal = 0;
+        for (int64_t i = 0; i < parts; i++) {
+            above += c.above[i * p->n_entries + a];
+            equal += c.equal[i * p->n_entries + a];
+        }
+        p->ranks[a] = (struct kern_rank){
+            .rank = (int32_t)above + 1, .equal = (int32_t)equal, .score = j.scores[p->entries[a]]};
+    }
+    border(j.scores, b.n, p->seq->topk, p->kth, p->next);
     return 0;
 }

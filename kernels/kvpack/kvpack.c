@@ -14,7 +14,9 @@ bool kern_seqs_ok(const struct kern_seq *seqs, int32_t n_seqs, const struct kern
         const struct kern_seq *q = &seqs[i];
         if (q->n_rows < 0 || q->row0 < 0 || q->pos0 < 0 || !q->tail) return false;
         if (l->layer[layer].ratio == 0) continue;
-        if (q->n_pages < kern_kv_pages_for(q->pos0 + q->n_rows, l->page_tokens)) return false;
+        int64_t n = kern_kv_pages_for(q->pos0 + q->n_rows, l->page_tokens);
+        if (q->shadowed && l->shadow_bytes == 0) return false;
+        if (q->n_pages < (q->shadowed ? 2 * n : n)) return false;
         if (q->n_pages > 0 && !q->page_ids) return false;
     }
     return true;

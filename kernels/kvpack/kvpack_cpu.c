@@ -185,6 +185,23 @@ static void index_round(float *r, int32_t w, enum kern_ik_fmt fmt)
     if (fmt == KERN_IK_FP8) kern_row_e4m3(r, w, w, r);
 }
 
+/* The finished key r, not rounded for storage yet, to the companion page in each shadow type; tmp
+ * holds e floats. */
+static void shadow_rows(const struct job *j, const struct kern_seq *q, int64_t entry,
+                        const float *r, float *tmp)
+{
+    const struct kern_compress *p = j->p;
+    int64_t row;
+    for (int s = 0; s < KERN_SHADOWS; s++) {
+        enum kern_ik_fmt fmt = kern_shadow_fmt((enum kern_shadow)s);
+        uint8_t *part = (uint8_t *)(uintptr_t)kern_shadow_part(p->pages, p->layout, p->layer,
+                                                               (enum kern_shadow)s, q, entry, &row);
+        memcpy(tmp, r, (size_t)j->ep * 4);
+        index_round(tmp, j->e, fmt);
+        kern_ik_store(fmt, part, p->layout->layer[p->layer].per_page, row, tmp, j->e);
+    }
+}
+
 static void finish_part(void *arg, int64_t i, int thread)
 {
     const struct job *j = arg;
@@ -209,6 +226,7 @@ static void finish_part(void *arg, int64_t i, int thread)
     uint8_t *part = (uint8_t *)(uintptr_t)kern_entry_part(p->pages, p->layout, p->layer, p->index,
                                                           q, entry, &row);
     if (p->index) {
+        if (q->shadowed) shadow_rows(j, q, entry, r, cs);
         if (p->act == KERN_BF16) index_round(r, e, sp->ik_fmt);
         kern_ik_store(sp->ik_fmt, part, y->per_page, row, r, e);
     } else {
@@ -234,7 +252,9 @@ int KERN_ISA(kern_compress)(struct kern_stream *s, const struct kern_compress *p
     }
     j.first[p->n_seqs] = n;
     j.pooled = kern_scratch(s, KERN_SLOT_OP, (size_t)(n * j.ep) * 4 + 64);
-    j.scratch = kern_scratch_each(s, KERN_SLOT_OP2, (size_t)sp->rope_dim * 8 + 64, &j.stride);
+    /* cos and sin of one angle set; then the copy of a key for the shadows. */
+    size_t floats = (size_t)(sp->rope_dim > j.ep ? sp->rope_dim : j.ep) * 2;
+    j.scratch = kern_scratch_each(s, KERN_SLOT_OP2, floats * 4 + 64, &j.stride);
     if (!j.pooled || !j.scratch) return TOW_ENOMEM;
     kern_parallel(s, p->n_seqs * j.blocks, fold_part, &j);
     kern_parallel(s, n, finish_part, &j);
