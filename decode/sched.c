@@ -28,6 +28,7 @@ struct dec_sched {
     struct dec_seq **batch; /* owned, [max_batch]; the step in flight */
     uint32_t n_batch;       /* 0: no step in flight */
     uint32_t in_state[DEC_SEQ_STATES];
+    uint32_t growth; /* pages that the sequences which produce may want next */
     bool draining, drained;
     uint64_t drain_ends_ms; /* UINT64_MAX: no limit */
     uint64_t cancelled_ms;  /* all of them, last */
@@ -66,9 +67,16 @@ static struct wire_msg *reply(struct dec_actions *out, uint64_t owner, enum wire
     return &a->msg;
 }
 
-static uint32_t pages_for(const struct dec_sched *d, uint64_t n_tokens)
+static uint32_t pages_for(const struct dec_sched *d, bool shadowed, uint64_t n_tokens)
 {
-    return (uint32_t)kern_kv_pages_for((int64_t)n_tokens, (int32_t)d->cfg.page_tokens);
+    return work_capture_pages(
+        shadowed, (uint32_t)kern_kv_pages_for((int64_t)n_tokens, (int32_t)d->cfg.page_tokens));
+}
+
+/* With the row of its next input. */
+static uint32_t next_pages(const struct dec_sched *d, const struct dec_seq *s)
+{
+    return pages_for(d, work_capture_shadowed(s->capture), (uint64_t)s->n_cached + 1);
 }
 
 static struct dec_seq *find(struct dec_sched *d, struct wire_ticket t)
@@ -87,11 +95,19 @@ static struct dec_seq *find_exact(struct dec_sched *d, struct wire_ticket t)
     return s && wire_ticket_same(s->ticket, t) ? s : NULL;
 }
 
+/* Pages a sequence in this state may want at the end of a page. */
+static uint32_t growth(const struct dec_seq *s, enum dec_seq_state state)
+{
+    if (state != DEC_SEQ_READY && state != DEC_SEQ_RUNNING) return 0;
+    return work_capture_pages(work_capture_shadowed(s->capture), 1);
+}
+
 static void set_state(struct dec_sched *d, struct dec_seq *s, enum dec_seq_state to,
                       uint64_t now_ms)
 {
     d->in_state[s->state]--;
     d->in_state[to]++;
+    d->growth += growth(s, to) - growth(s, s->state);
     dec_seq_set_state(s, to, now_ms);
     tow_list_remove(&s->turn);
     if (to == DEC_SEQ_READY) tow_list_append(&d->turn, &s->turn);
@@ -196,12 +212,12 @@ static uint64_t whole_tokens(const struct wire_reserve *m)
     return (uint64_t)m->n_tokens - m->outputs.n + m->max_tokens;
 }
 
-static uint32_t first_pages(const struct dec_sched *d, const struct wire_reserve *m)
+static uint32_t first_pages(const struct dec_sched *d, const struct wire_reserve *m, bool shadowed)
 {
     uint64_t ahead = d->cfg.reserve_tokens > m->outputs.n ? d->cfg.reserve_tokens : m->outputs.n;
     uint64_t want = m->n_tokens + (ahead ? ahead : 1);
     uint64_t whole = whole_tokens(m);
-    return pages_for(d, want < whole ? want : whole);
+    return pages_for(d, shadowed, want < whole ? want : whole);
 }
 
 static void on_reserve(struct dec_sched *d, uint64_t owner, const struct wire_reserve *m,
@@ -209,6 +225,8 @@ static void on_reserve(struct dec_sched *d, uint64_t owner, const struct wire_re
 {
     struct dec_seq *s;
     struct wire_ticket t = m->ticket;
+    bool shadowed;
+    const char *bad = work_capture_check(m->capture, d->cfg.shadows, &shadowed);
     if (d->draining) return deny(d, owner, t, TOW_EDRAIN, 0, "draining", out);
     if (t.id == 0 || t.nonce == 0)
         return deny(d, owner, t, TOW_EINVAL, 0, "ticket id or nonce is 0", out);
@@ -219,13 +237,18 @@ static void on_reserve(struct dec_sched *d, uint64_t owner, const struct wire_re
     if (whole_tokens(m) > d->cfg.max_context)
         return deny(d, owner, t, TOW_EINVAL, 0, "prompt + max_tokens exceed the context length",
                     out);
-    if (pages_for(d, whole_tokens(m)) > kv_pool_capacity(d->pool))
-        return deny(d, owner, t, TOW_ETOOBIG, 0, "prompt + max_tokens exceed the page pool", out);
+    if (bad) return deny(d, owner, t, TOW_EINVAL, 0, bad, out);
+    if (pages_for(d, shadowed, whole_tokens(m)) > kv_pool_capacity(d->pool))
+        return deny(d, owner, t, TOW_ETOOBIG, 0,
+                    shadowed ? "prompt + max_tokens with shadow keys exceed the page pool"
+                             : "prompt + max_tokens exceed the page pool",
+                    out);
     if (d->n_live >= d->cfg.max_tickets)
         return deny(d, owner, t, TOW_EFULL, 100, "all sequence slots are taken", out);
-    /* One page of headroom per growing sequence, else the newcomer would be pushed back at once. */
-    uint32_t need = first_pages(d, m);
-    uint32_t growing = d->in_state[DEC_SEQ_READY] + d->in_state[DEC_SEQ_RUNNING];
+    /* One page of headroom per growing sequence (and its companion), else the newcomer would be
+     * pushed back at once. */
+    uint32_t need = first_pages(d, m, shadowed);
+    uint32_t growing = d->growth;
     uint32_t free_pages = kv_pool_free_pages(d->pool);
     if (need > free_pages || (growing && need + growing > free_pages && d->n_live))
         return deny(d, owner, t, TOW_EFULL, 100, "no pages free", out);
@@ -244,7 +267,7 @@ static void on_reserve(struct dec_sched *d, uint64_t owner, const struct wire_re
     s->mover_live = true;
     struct dec_action *expect = act(out, DEC_DO_EXPECT);
     expect->seq = s;
-    expect->n = pages_for(d, m->n_tokens);
+    expect->n = pages_for(d, shadowed, m->n_tokens);
     struct wire_grant *g = &reply(out, owner, WIRE_GRANT_MSG)->grant;
     g->ticket = t;
     g->pages = need;
@@ -273,6 +296,16 @@ static void on_router_lost(struct dec_sched *d, uint64_t owner, uint64_t now_ms,
 }
 
 /* --- tokens ----------------------------------------------------------------------------------- */
+
+/* What the step found of the row that chose the token to come. */
+static void tell_captured(struct dec_seq *s, struct dec_actions *out)
+{
+    struct wire_captured row;
+    while (work_capture_take(s->capture, &row)) {
+        row.ticket = s->ticket;
+        reply(out, s->owner, WIRE_CAPTURED_MSG)->captured = row;
+    }
+}
 
 /* A token came out for s, which is in no step now. It ends s or becomes its next input. */
 static void put_token(struct dec_sched *d, struct dec_seq *s, const struct dec_token *t,
@@ -346,10 +379,12 @@ static void on_stepped(struct dec_sched *d, const struct dec_event *ev, struct d
         }
         set_state(d, s, DEC_SEQ_READY, ev->now_ms);
         s->n_cached++;
-        if (code < 0)
+        if (code < 0) {
             close_seq(d, s, code, "the step failed", ev->now_ms, out);
-        else
-            put_token(d, s, &ev->tokens[i], ev->now_ms, out);
+            continue;
+        }
+        tell_captured(s, out);
+        put_token(d, s, &ev->tokens[i], ev->now_ms, out);
     }
 }
 
@@ -374,7 +409,7 @@ static bool push_back_youngest(struct dec_sched *d, const struct dec_seq *needy,
 /* Room for one more row? Else s sits this step out, or gives way itself when it is the youngest. */
 static bool grow(struct dec_sched *d, struct dec_seq *s, uint64_t now_ms, struct dec_actions *out)
 {
-    uint32_t need = pages_for(d, (uint64_t)s->n_cached + 1);
+    uint32_t need = next_pages(d, s);
     while (s->table.n_pages < need) {
         if (kv_table_grow(&s->table, d->pool, need) == 0) break;
         if (push_back_youngest(d, s, now_ms, out)) continue;
@@ -400,7 +435,7 @@ static void next_step(struct dec_sched *d, uint64_t now_ms, struct dec_actions *
     TOW_LIST_EACH_SAFE (n, &d->turn) {
         struct dec_seq *s = TOW_CONTAINER(n, struct dec_seq, turn);
         if (d->n_batch == d->cfg.max_batch) break;
-        if (s->table.n_pages < pages_for(d, (uint64_t)s->n_cached + 1)) continue;
+        if (s->table.n_pages < next_pages(d, s)) continue;
         set_state(d, s, DEC_SEQ_RUNNING, now_ms);
         d->batch[d->n_batch++] = s;
     }

@@ -14,6 +14,9 @@
  *          finishes, so two half-admitted loads cannot wait for each other: everything ends, by
  *          induction over age. Because a pushed-back one reserves twice as far, it comes back only
  *          log2(answer) times.
+ * Capture  A sequence whose capture asks for shadow keys takes each page with its companion: page 2i
+ *          and 2i + 1 of its table hold the same tokens. The rows of a step are sent before what
+ *          the step chose.
  * Holds    Every ticket granted ends in exactly one FINISH, FAILED or CANCELLED, sent after its
  *          pages are back; every RESERVE is answered by one GRANT or DENY. granted == finished +
  *          failed + cancelled + live, always.
@@ -35,6 +38,7 @@ struct dec_sched_config {
     uint32_t max_batch;      /* sequences per step */
     uint32_t max_tickets;    /* live at once, 1..65536 */
     uint32_t reserve_tokens; /* outputs reserved ahead */
+    bool shadows;            /* pages can have companions with shadow keys */
 };
 
 enum dec_event_kind {

@@ -60,6 +60,7 @@ int dec_seq_new(struct dec_seq **out, uint64_t owner, const struct wire_reserve 
     s->outputs = tow_copy(m->outputs.data, 4 * (size_t)m->outputs.n, &ok);
     s->max_output = m->max_tokens;
     s->n_tokens = s->n_cached = m->n_tokens;
+    if (work_capture_new(&s->capture, m->capture) < 0) ok = false;
     s->tell = true;
     kv_table_init(&s->table);
     if (!ok) {
@@ -80,5 +81,6 @@ void dec_seq_free(struct dec_seq *s)
     free((void *)s->sampling.logit_bias.data);
     free(s->eos);
     free(s->outputs);
+    work_capture_free(s->capture);
     free(s);
 }

@@ -21,6 +21,7 @@
 
 #include "common/base/list.h"
 #include "common/kv/table.h"
+#include "common/worker/capture.h"
 #include "proto/messages.h"
 
 #include <stdbool.h>
@@ -60,6 +61,8 @@ struct dec_seq {
     uint32_t n_cached; /* tokens in the cache now: position of the next input */
     uint32_t token;    /* next input, sampled last; valid from READY on */
 
+    struct work_capture *capture; /* owned; NULL: nothing is to be ranked */
+
     struct kv_table table; /* pages and tail */
     bool mover_live;       /* the mover has not said ENDED yet */
     bool engine_open;      /* DEC_DO_OPEN was given, DEC_DO_CLOSE not yet */
@@ -73,7 +76,7 @@ void dec_seq_set_state(struct dec_seq *s, enum dec_seq_state to, uint64_t now_ms
 const char *dec_seq_state_name(enum dec_seq_state s);            /* static */
 bool dec_seq_ends_with(const struct dec_seq *s, uint32_t token); /* an eos id that counts */
 
-/* Copies what the RESERVE holds. TOW_ENOMEM. */
+/* Copies what the RESERVE holds; its capture has been checked. TOW_ENOMEM. */
 int dec_seq_new(struct dec_seq **out, uint64_t owner, const struct wire_reserve *m,
                 uint64_t now_ms);
 void dec_seq_free(struct dec_seq *s); /* table must be empty */

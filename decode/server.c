@@ -104,9 +104,8 @@ static void later(struct server *d, const struct dec_event *ev)
     d->later[d->n_later++] = *ev;
 }
 
-static void expect(struct server *d, struct dec_seq *s)
+static void expect(struct server *d, struct dec_seq *s, uint32_t n)
 {
-    uint32_t n = (uint32_t)kern_kv_pages_for(s->n_tokens, d->w->layout->page_tokens);
     for (uint32_t i = 0; i < n; i++)
         d->offsets[i] = (uint64_t)s->table.ids[i] * (uint64_t)d->w->layout->page_bytes;
     struct kv_expect e = {.ticket = {s->ticket.id, s->ticket.nonce},
@@ -137,13 +136,15 @@ static void start_step(struct server *d, struct dec_seq *const *batch, uint32_t 
                                                  .page_ids = s->table.ids,
                                                  .n_pages = (int32_t)s->table.n_pages,
                                                  .tail = kv_pool_tail(d->w->pool, s->table.tail),
-                                                 .topk = work_topk(d->w, s->sampling.index_topk)},
+                                                 .topk = work_topk(d->w, s->sampling.index_topk),
+                                                 .shadowed = work_capture_shadowed(s->capture)},
                                          .ids = &d->ids[i],
                                          .sample = true,
                                          .sampling = e->sampling,
                                          .output = e->output,
                                          .n_output = e->n_output,
-                                         .index = s->n_output};
+                                         .index = s->n_output,
+                                         .capture = work_capture_begin(s->capture, s->n_output)};
     }
     d->step = (struct work_step){.items = d->items, .n = (int32_t)n, .err = &d->step_err};
     int rc = work_engine_submit(d->w->engine, &d->step);
@@ -156,7 +157,7 @@ static void perform(struct server *d)
         struct dec_action *a = &d->actions.items[i];
         switch (a->kind) {
         case DEC_DO_SEND: work_send(d->w, a->owner, &a->msg); break;
-        case DEC_DO_EXPECT: expect(d, a->seq); break;
+        case DEC_DO_EXPECT: expect(d, a->seq, a->n); break;
         case DEC_DO_CANCEL_MOVE:
             kv_mover_cancel(d->w->mover, (struct kv_ticket){a->ticket.id, a->ticket.nonce},
                             a->code);
@@ -261,6 +262,7 @@ static void on_stepped(void *self, struct work_step *step)
     for (int32_t i = 0; i < step->n; i++) {
         const struct work_item *it = &step->items[i];
         struct dec_token *t = &d->tokens[i];
+        work_capture_warn(d->w->name, it->capture);
         *t = (struct dec_token){.code = it->rc};
         if (step->rc < 0 || it->rc < 0) continue;
         t->id = (uint32_t)it->choice.id;
@@ -349,7 +351,8 @@ static int start(struct work *w, void **self, struct tow_err *err)
                                        .max_context = w->max_context,
                                        .max_batch = w->max_batch,
                                        .max_tickets = w->max_tickets,
-                                       .reserve_tokens = (uint32_t)reserve_tokens};
+                                       .reserve_tokens = (uint32_t)reserve_tokens,
+                                       .shadows = w->layout->shadow_bytes > 0};
     d->items = calloc(w->max_batch, sizeof *d->items);
     d->ids = calloc(w->max_batch, sizeof *d->ids);
     d->tokens = calloc(w->max_batch, sizeof *d->tokens);

@@ -52,6 +52,7 @@ int pre_job_new(struct pre_job **out, uint64_t owner, const struct wire_prefill 
     j->n_prompt = m->n_prompt;
     j->tokens = tow_copy(m->tokens.data, 4 * (size_t)m->tokens.n, &ok);
     j->max_output = m->max_tokens;
+    if (work_capture_new(&j->capture, m->capture) < 0) ok = false;
     j->acked = calloc(n_pages, 1);
     if (!j->acked) ok = false;
     j->tell = true;
@@ -75,5 +76,6 @@ void pre_job_free(struct pre_job *j)
     free(j->eos);
     free(j->tokens);
     free(j->acked);
+    work_capture_free(j->capture);
     free(j);
 }

@@ -21,6 +21,7 @@
 
 #include "common/base/list.h"
 #include "common/kv/table.h"
+#include "common/worker/capture.h"
 #include "proto/messages.h"
 
 #include <stdbool.h>
@@ -54,9 +55,10 @@ struct pre_job {
     uint32_t *tokens; /* owned, [n_tokens]: prompt, then outputs so far */
     uint32_t n_tokens, n_prompt;
     uint32_t max_output;
-    uint32_t n_done;    /* tokens computed */
-    uint32_t n_offered; /* pages given to the mover */
-    uint32_t passed;    /* QUEUED: younger jobs that started before this one */
+    struct work_capture *capture; /* owned; NULL: nothing is to be ranked */
+    uint32_t n_done;              /* tokens computed */
+    uint32_t n_offered;           /* pages given to the mover */
+    uint32_t passed;              /* QUEUED: younger jobs that started before this one */
 
     struct kv_table table; /* pages and tail */
     uint8_t *acked;        /* owned, [pages]: arrived over there */
@@ -78,7 +80,7 @@ struct pre_job {
 void pre_job_set_state(struct pre_job *j, enum pre_job_state to, uint64_t now_ms);
 const char *pre_job_state_name(enum pre_job_state s); /* static */
 
-/* Copies what the PREFILL holds. TOW_ENOMEM. */
+/* Copies what the PREFILL holds; its capture has been checked. TOW_ENOMEM. */
 int pre_job_new(struct pre_job **out, uint64_t owner, const struct wire_prefill *m,
                 uint32_t n_pages, uint64_t now_ms);
 void pre_job_free(struct pre_job *j); /* table must be empty */

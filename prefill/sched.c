@@ -68,9 +68,15 @@ static struct wire_msg *reply(struct pre_actions *out, uint64_t owner, enum wire
     return &a->msg;
 }
 
-static uint32_t pages_for(const struct pre_sched *p, uint64_t n_tokens)
+static uint32_t pages_for(const struct pre_sched *p, bool shadowed, uint64_t n_tokens)
 {
-    return (uint32_t)kern_kv_pages_for((int64_t)n_tokens, (int32_t)p->cfg.page_tokens);
+    return work_capture_pages(
+        shadowed, (uint32_t)kern_kv_pages_for((int64_t)n_tokens, (int32_t)p->cfg.page_tokens));
+}
+
+static uint32_t job_pages(const struct pre_sched *p, const struct pre_job *j)
+{
+    return pages_for(p, work_capture_shadowed(j->capture), j->n_tokens);
 }
 
 static struct pre_job *find(struct pre_sched *p, struct wire_ticket t)
@@ -210,7 +216,10 @@ static void on_prefill(struct pre_sched *p, uint64_t owner, const struct wire_pr
 {
     struct pre_job *j;
     struct wire_ticket t = m->ticket;
-    uint32_t n = m->tokens.n, n_pages = pages_for(p, n);
+    uint32_t n = m->tokens.n;
+    bool shadowed;
+    const char *bad = work_capture_check(m->capture, p->cfg.shadows, &shadowed);
+    uint32_t n_pages = pages_for(p, shadowed, n);
     if (p->draining) return deny(p, owner, t, TOW_EDRAIN, 0, "draining", out);
     if (t.id == 0 || t.nonce == 0)
         return deny(p, owner, t, TOW_EINVAL, 0, "ticket id or nonce is 0", out);
@@ -224,8 +233,12 @@ static void on_prefill(struct pre_sched *p, uint64_t owner, const struct wire_pr
     if (!ids_known(p, m->tokens))
         return deny(p, owner, t, TOW_EINVAL, 0,
                     "a token id is beyond the vocabulary: has the router another model?", out);
+    if (bad) return deny(p, owner, t, TOW_EINVAL, 0, bad, out);
     if (n_pages > kv_pool_capacity(p->pool))
-        return deny(p, owner, t, TOW_ETOOBIG, 0, "the prompt exceeds the page pool", out);
+        return deny(p, owner, t, TOW_ETOOBIG, 0,
+                    shadowed ? "the prompt with shadow keys exceeds the page pool"
+                             : "the prompt exceeds the page pool",
+                    out);
     if (n > p->cfg.max_pending_tokens)
         return deny(p, owner, t, TOW_ETOOBIG, 0, "the prompt exceeds max-pending-tokens", out);
     if (p->pending_tokens + n > p->cfg.max_pending_tokens)
@@ -285,9 +298,8 @@ static bool may_start(const struct pre_sched *p, const struct pre_job *j,
 {
     const struct pre_job *longest = head ? head : j;
     uint32_t n_pages = kv_pool_capacity(p->pool), n_tails = kv_pool_tail_capacity(p->pool);
-    uint32_t need = pages_for(p, j->n_tokens);
-    uint32_t pages =
-        lane(n_pages, pages_for(p, p->cfg.chunk_tokens), pages_for(p, longest->n_tokens));
+    uint32_t need = job_pages(p, j);
+    uint32_t pages = lane(n_pages, pages_for(p, false, p->cfg.chunk_tokens), job_pages(p, longest));
     uint32_t tails = lane(n_tails, 1, 1);
     if (head)
         return !is_long(p, j) && is_long(p, head) && p->held_pages[0] + need <= pages &&
@@ -305,8 +317,7 @@ static void start_jobs(struct pre_sched *p, uint64_t now_ms, struct pre_actions 
         struct pre_job *j = TOW_CONTAINER(n, struct pre_job, line);
         const struct pre_job *head =
             blocked && blocked->passed >= p->cfg.max_passes ? blocked : NULL;
-        if (!may_start(p, j, head) ||
-            kv_table_grow(&j->table, p->pool, pages_for(p, j->n_tokens)) < 0) {
+        if (!may_start(p, j, head) || kv_table_grow(&j->table, p->pool, job_pages(p, j)) < 0) {
             if (kv_pool_free_pages(p->pool) == 0 || kv_pool_free_tails(p->pool) == 0) return;
             if (!blocked) blocked = j;
             continue;
@@ -349,7 +360,9 @@ static void next_chunk(struct pre_sched *p, uint64_t now_ms, struct pre_actions 
 /* Pages that are whole now travel while the next chunk is computed. */
 static void offer(struct pre_sched *p, struct pre_job *j, bool last, struct pre_actions *out)
 {
-    uint32_t whole = last ? j->table.n_pages : j->n_done / p->cfg.page_tokens;
+    uint32_t whole = last ? j->table.n_pages
+                          : work_capture_pages(work_capture_shadowed(j->capture),
+                                               j->n_done / p->cfg.page_tokens);
     if (whole == j->n_offered && !last) return;
     struct pre_action *a = act(out, PRE_DO_OFFER);
     a->job = j;
@@ -366,6 +379,15 @@ static void keep_first(struct pre_job *j, const struct pre_event *ev)
     j->n_top = j->has_logprobs ? ev->n_top : 0;
     j->logprob_bytes = j->has_logprobs ? ev->logprobs.len : 0;
     if (j->logprob_bytes) memcpy(j->logprobs, ev->logprobs.data, j->logprob_bytes);
+}
+
+static void tell_captured(struct pre_job *j, struct pre_actions *out)
+{
+    struct wire_captured row;
+    while (work_capture_take(j->capture, &row)) {
+        row.ticket = j->ticket;
+        reply(out, j->owner, WIRE_CAPTURED_MSG)->captured = row;
+    }
 }
 
 static void on_chunk(struct pre_sched *p, const struct pre_event *ev, struct pre_actions *out)
@@ -396,6 +418,7 @@ static void on_chunk(struct pre_sched *p, const struct pre_event *ev, struct pre
         return;
     }
     keep_first(j, ev);
+    tell_captured(j, out);
     set_state(p, j, PRE_JOB_SHIPPING, ev->now_ms);
     offer(p, j, true, out);
     for (uint32_t i = 0; i < j->table.n_pages; i++)

@@ -14,6 +14,9 @@
  *          tails free; beyond the limit short ones still pass a long one as long as they hold no
  *          more than that together, so it does start when the long ones before it have ended. A
  *          prompt that leaves no eighth at all holds up everyone.
+ * Capture  A job whose capture asks for shadow keys takes each page with its companion: page 2i and
+ *          2i + 1 of its table hold the same tokens. The rows of its last chunk are sent before
+ *          its tail is offered.
  * Turns    One chunk is computed at a time. Jobs that end with their next chunk ("short") go first,
  *          in order; but after each chunk of a long one they get at most chunk_tokens tokens
  *          together, then the next long one has its chunk. So a short prompt waits for at most one
@@ -40,6 +43,7 @@ struct pre_sched_config {
     uint32_t max_pending_tokens;
     uint32_t max_jobs;   /* live at once, 1..65536 */
     uint32_t n_vocab;    /* token ids are below it; 0: not checked */
+    bool shadows;        /* pages can have companions with shadow keys */
     uint32_t max_passes; /* 0: 64 */
     uint32_t
         touch_ms; /* 0: 1000; how often waiting tickets are kept alive, and moves cancelled again */

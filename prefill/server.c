@@ -132,13 +132,15 @@ static void start_chunk(struct server *p, const struct pre_action *a)
                                          .page_ids = j->table.ids,
                                          .n_pages = (int32_t)j->table.n_pages,
                                          .tail = kv_pool_tail(p->w->pool, j->table.tail),
-                                         .topk = work_topk(p->w, j->sampling.index_topk)},
+                                         .topk = work_topk(p->w, j->sampling.index_topk),
+                                         .shadowed = work_capture_shadowed(j->capture)},
                                  .ids = (const int32_t *)j->tokens + a->from,
                                  .sample = a->last,
                                  .sampling = e->sampling,
                                  .output = (const int32_t *)j->tokens + j->n_prompt,
                                  .n_output = (int32_t)(j->n_tokens - j->n_prompt),
                                  .index = j->n_tokens - j->n_prompt};
+    if (a->last) p->item.capture = work_capture_begin(j->capture, j->n_tokens - j->n_prompt);
     p->step = (struct work_step){.items = &p->item, .n = 1, .err = &p->step_err};
     p->step_tokens = a->n;
     int rc = work_engine_submit(p->w->engine, &p->step);
@@ -334,6 +336,7 @@ static void on_stepped(void *self, struct work_step *step)
     struct server *p = self;
     uint8_t row[4 + 8 * WIRE_MAX_TOP];
     struct pre_event ev = {.kind = PRE_ON_CHUNK, .code = step->rc < 0 ? step->rc : p->item.rc};
+    work_capture_warn(p->w->name, p->item.capture);
     if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS) {
         work_die(p->w, &p->step_err);
         return;
@@ -425,6 +428,7 @@ static int start(struct work *w, void **self, struct tow_err *err)
                                        .chunk_tokens = w->chunk_tokens,
                                        .max_pending_tokens = w->max_pending_tokens,
                                        .max_jobs = MAX_JOBS,
+                                       .shadows = w->layout->shadow_bytes > 0,
                                        .n_vocab = (uint32_t)model_peek_weights(w->model)->shape.V};
     int rc = pre_sched_new(&p->sched, &c, w->pool, err);
     if (rc < 0) {

@@ -17,12 +17,13 @@ struct work_engine {
     uint8_t *pages;      /* borrowed: base of the page pool */
     uint32_t n_pages;    /* in it */
     int32_t max_samples;
-    int32_t *ids;                  /* owned [max_rows] */
-    int32_t *rows;                 /* owned [max_samples] */
-    float *logits;                 /* owned [max_samples, V] */
-    void *scratch;                 /* owned, for sampling */
-    struct kern_seq *seqs;         /* owned [max_rows] */
-    struct tow_inbox *todo, *done; /* of struct work_step * */
+    int32_t *ids;                          /* owned [max_rows] */
+    int32_t *rows;                         /* owned [max_samples] */
+    float *logits;                         /* owned [max_samples, V] */
+    void *scratch;                         /* owned, for sampling */
+    struct kern_seq *seqs;                 /* owned [max_rows] */
+    const struct model_capture **captures; /* owned [max_rows] */
+    struct tow_inbox *todo, *done;         /* of struct work_step * */
     pthread_t thread;
     pthread_mutex_t lock;
     pthread_cond_t more;
@@ -38,12 +39,15 @@ static void run(struct work_engine *e, struct work_step *step)
 {
     const struct model_weights *w = model_peek_weights(e->model);
     int32_t T = 0, n_rows = 0;
+    bool captured = false;
     for (int32_t i = 0; i < step->n; i++) {
         struct work_item *it = &step->items[i];
         it->rc = 0;
         it->seq.row0 = T;
         memcpy(e->ids + T, it->ids, (size_t)it->seq.n_rows * sizeof *e->ids);
         e->seqs[i] = it->seq;
+        e->captures[i] = it->capture;
+        if (it->capture) captured = true;
         T += it->seq.n_rows;
         if (it->sample) e->rows[n_rows++] = T - 1;
     }
@@ -54,6 +58,7 @@ static void run(struct work_engine *e, struct work_step *step)
                             .logit_rows = e->rows,
                             .n_logit_rows = n_rows,
                             .logits = e->logits,
+                            .captures = captured ? e->captures : NULL,
                             .pages = e->pages,
                             .n_pages = e->n_pages};
     step->rc = tow_fault("engine.step") ? tow_fail(step->err, TOW_EDEVICE, "engine: injected fault")
@@ -118,8 +123,9 @@ int work_engine_open(struct work_engine **out, struct model *m, void *pages, uin
     e->logits = malloc((size_t)max_samples * (size_t)V * sizeof *e->logits);
     e->scratch = malloc((size_t)model_sample_scratch(V));
     e->seqs = malloc((size_t)max_rows * sizeof *e->seqs);
+    e->captures = malloc((size_t)max_rows * sizeof *e->captures);
     int rc =
-        e->ids && e->rows && e->logits && e->scratch && e->seqs
+        e->ids && e->rows && e->logits && e->scratch && e->seqs && e->captures
             ? 0
             : tow_fail(err, TOW_ENOMEM, "engine: no memory for %d rows of logits", max_samples);
     if (rc == 0)
@@ -148,6 +154,7 @@ fail:
     free(e->logits);
     free(e->scratch);
     free(e->seqs);
+    free(e->captures);
     free(e);
     return rc;
 }
@@ -169,6 +176,7 @@ void work_engine_close(struct work_engine *e)
     free(e->logits);
     free(e->scratch);
     free(e->seqs);
+    free(e->captures);
     free(e);
 }
 

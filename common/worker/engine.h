@@ -28,7 +28,8 @@ struct work_item {
     struct model_sampling sampling;
     const int32_t *output; /* [n_output] drawn before, for penalties; borrowed */
     int32_t n_output;
-    uint64_t index; /* number of the token to draw in the whole answer */
+    uint64_t index;                      /* number of the token to draw in the whole answer */
+    const struct model_capture *capture; /* what to rank of the last row, or NULL; borrowed */
     /* result */
     int rc; /* 0, or why no token could be drawn */
     struct model_choice choice;

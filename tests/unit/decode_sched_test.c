@@ -28,7 +28,8 @@ static void setup(struct world *w, uint32_t pages, uint32_t reserve)
                                    .max_context = 100,
                                    .max_batch = 4,
                                    .max_tickets = 16,
-                                   .reserve_tokens = reserve};
+                                   .reserve_tokens = reserve,
+                                   .shadows = true};
     assert_int_equal(dec_sched_new(&w->sched, &cfg, w->pool, &err), 0);
     dec_actions_init(&w->acts);
 }
@@ -58,6 +59,8 @@ static struct dec_action *find(struct world *w, enum dec_action_kind kind, unsig
     return NULL;
 }
 
+static struct wire_bytes an_ask; /* of the next reserve() */
+
 /* 0 when granted, else the code of the refusal. */
 static int reserve(struct world *w, uint64_t id, uint32_t n_tokens, uint32_t max_tokens)
 {
@@ -67,6 +70,8 @@ static int reserve(struct world *w, uint64_t id, uint32_t n_tokens, uint32_t max
     m.reserve.n_tokens = n_tokens;
     m.reserve.max_tokens = max_tokens;
     m.reserve.eos = (struct wire_ids){eos, 1};
+    m.reserve.capture = an_ask;
+    an_ask = (struct wire_bytes){NULL, 0};
     step(w, (struct dec_event){.kind = DEC_ON_MESSAGE, .owner = 1, .msg = &m});
     struct dec_action *deny = find(w, DEC_DO_SEND, WIRE_DENY_MSG);
     assert_true(!deny == !!find(w, DEC_DO_SEND, WIRE_GRANT_MSG));
@@ -267,6 +272,139 @@ static void test_dec_sched__drain_finishes_what_runs_until_its_limit(void **stat
     teardown(&w);
 }
 
+static struct wire_bytes ask(uint8_t shadow)
+{
+    static const uint32_t entries[2] = {0, 1};
+    static uint8_t bytes[WIRE_MAX_CAPTURE];
+    struct wire_writer w = {.data = bytes, .cap = sizeof bytes};
+    struct wire_capture a = {
+        .steps = WIRE_CAPTURE_ALL, .shadow = shadow, .max_steps = 2, .entries = {entries, 2}};
+    wire_put_capture(&w, &a);
+    assert_false(w.failed);
+    return (struct wire_bytes){bytes, (uint32_t)w.len};
+}
+
+static void test_dec_sched__capture_that_cannot_be_kept_is_refused_by_name(void **state)
+{
+    (void)state;
+    struct world w;
+    struct tow_err err;
+    setup(&w, 10, 0);
+    dec_sched_free(w.sched);
+    struct dec_sched_config cfg = {
+        .page_tokens = 4, .max_context = 100, .max_batch = 4, .max_tickets = 16};
+    assert_int_equal(dec_sched_new(&w.sched, &cfg, w.pool, &err), 0);
+    an_ask = ask(1);
+    assert_int_equal(reserve(&w, 1, 5, 1), TOW_EINVAL);
+    struct wire_text note = find(&w, DEC_DO_SEND, WIRE_DENY_MSG)->msg.deny.note;
+    assert_memory_equal(note.data, "capture.shadow", 14);
+    an_ask = ask(0);
+    an_ask.len--;
+    assert_int_equal(reserve(&w, 2, 5, 1), TOW_EINVAL);
+    note = find(&w, DEC_DO_SEND, WIRE_DENY_MSG)->msg.deny.note;
+    assert_memory_equal(note.data, "capture:", 8);
+    an_ask = ask(0); /* without other keys it needs nothing of the pages */
+    assert_int_equal(reserve(&w, 3, 5, 1), 0);
+    assert_int_equal(kv_pool_free_pages(w.pool), 8);
+    loaded(&w, 3, 0, 0, TOW_ECANCEL);
+    teardown(&w);
+}
+
+/* As without a capture, but each page with its companion. */
+static void test_dec_sched__shadow_keys_double_every_page(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 10, 0);
+    an_ask = ask(7);
+    assert_int_equal(reserve(&w, 1, 11, 10), TOW_ETOOBIG); /* 6 pages, 12 with companions */
+    an_ask = ask(7);
+    assert_int_equal(reserve(&w, 2, 7, 10), 0); /* 8 tokens at first, 17 at most */
+    assert_int_equal(find(&w, DEC_DO_EXPECT, 0)->n, 4);
+    assert_int_equal(kv_pool_free_pages(w.pool), 6);
+    loaded(&w, 2, 7, 50, 0);
+    assert_int_equal(kv_pool_free_pages(w.pool), 6);
+    /* Two pages stay free for its next ones, though it is one sequence. */
+    assert_int_equal(reserve(&w, 3, 19, 1), TOW_EFULL);
+    assert_int_equal(reserve(&w, 4, 15, 1), 0);
+    assert_int_equal(kv_pool_free_pages(w.pool), 2);
+    struct dec_token t = {.id = 60};
+    step(&w, (struct dec_event){.kind = DEC_ON_STEPPED, .tokens = &t});
+    assert_int_equal(kv_pool_free_pages(w.pool), 0); /* the ninth token begins a page */
+    cancel(&w, (struct wire_ticket){4, 4});
+    loaded(&w, 4, 0, 0, TOW_ECANCEL);
+    for (int i = 0; i < 8; i++) {
+        assert_null(find(&w, DEC_DO_SEND, WIRE_FINISH_MSG));
+        step(&w, (struct dec_event){.kind = DEC_ON_STEPPED, .tokens = &t});
+    }
+    assert_non_null(find(&w, DEC_DO_SEND, WIRE_FINISH_MSG));
+    assert_int_equal(kv_pool_free_pages(w.pool), 10);
+    /* Its growth is counted no more. */
+    assert_int_equal(reserve(&w, 5, 39, 1), 0);
+    loaded(&w, 5, 0, 0, TOW_ECANCEL);
+    teardown(&w);
+}
+
+static void find_row(const struct work_capture *c, int32_t layer)
+{
+    static const struct kern_rank ranks[2] = {{1, 0, 2}, {2, 0, 1}};
+    struct model_capture_row row = {.layer = layer,
+                                    .topk = 2,
+                                    .n_entries = 2,
+                                    .n_visible = 2,
+                                    .entries = c->ask.entries,
+                                    .own = {ranks, 1, 0}};
+    c->ask.on_row(c->ask.ctx, &row);
+}
+
+/* Also those of the step that drew the end of the answer; of a step that failed none. */
+static void test_dec_sched__captured_rows_come_before_what_their_step_chose(void **state)
+{
+    (void)state;
+    struct world w;
+    setup(&w, 20, 0);
+    an_ask = ask(0);
+    assert_int_equal(reserve(&w, 1, 5, 9), 0);
+    loaded(&w, 1, 5, 50, 0);
+    for (uint32_t output = 1; output <= 3; output++) {
+        struct dec_action *a = find(&w, DEC_DO_STEP, 0);
+        struct work_capture *c = a->batch[0]->capture;
+        assert_int_equal(a->batch[0]->n_output, output);
+        if (work_capture_begin(c, output)) { /* two steps are asked for */
+            find_row(c, 2);
+            find_row(c, 4);
+        }
+        struct dec_token t = {.id = output == 3 ? 1 : 60};
+        step(&w, (struct dec_event){.kind = DEC_ON_STEPPED, .tokens = &t});
+        uint32_t n = 0;
+        bool told = false;
+        for (uint32_t i = 0; i < w.acts.n; i++) {
+            const struct dec_action *x = &w.acts.items[i];
+            if (x->kind != DEC_DO_SEND) continue;
+            if (x->msg.type == WIRE_TOKENS_MSG || x->msg.type == WIRE_FINISH_MSG) told = true;
+            if (x->msg.type != WIRE_CAPTURED_MSG) continue;
+            assert_false(told);
+            assert_int_equal(x->owner, 1);
+            assert_int_equal(x->msg.captured.ticket.id, 1);
+            assert_int_equal(x->msg.captured.step, output);
+            assert_int_equal(x->msg.captured.layer, n++ ? 4 : 2);
+        }
+        assert_true(told);
+        assert_int_equal(n, output <= 2 ? 2 : 0);
+    }
+    an_ask = ask(0);
+    assert_int_equal(reserve(&w, 2, 5, 9), 0);
+    loaded(&w, 2, 5, 50, 0);
+    struct work_capture *c = find(&w, DEC_DO_STEP, 0)->batch[0]->capture;
+    assert_non_null(work_capture_begin(c, 1));
+    find_row(c, 2);
+    step(&w, (struct dec_event){.kind = DEC_ON_STEPPED, .code = TOW_EDEVICE});
+    assert_null(find(&w, DEC_DO_SEND, WIRE_CAPTURED_MSG));
+    assert_non_null(find(&w, DEC_DO_SEND, WIRE_FAILED_MSG));
+    assert_int_equal(kv_pool_free_pages(w.pool), 20);
+    teardown(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -277,6 +415,9 @@ int main(void)
         cmocka_unit_test(test_dec_sched__small_answers_are_exact),
         cmocka_unit_test(test_dec_sched__the_youngest_gives_way_and_the_oldest_ends),
         cmocka_unit_test(test_dec_sched__drain_finishes_what_runs_until_its_limit),
+        cmocka_unit_test(test_dec_sched__capture_that_cannot_be_kept_is_refused_by_name),
+        cmocka_unit_test(test_dec_sched__shadow_keys_double_every_page),
+        cmocka_unit_test(test_dec_sched__captured_rows_come_before_what_their_step_chose),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

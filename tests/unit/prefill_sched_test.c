@@ -31,7 +31,8 @@ static void setup(struct world *w, uint32_t pages, uint32_t max_pending)
                                    .chunk_tokens = CHUNK,
                                    .max_pending_tokens = max_pending,
                                    .max_jobs = 64,
-                                   .n_vocab = 512};
+                                   .n_vocab = 512,
+                                   .shadows = true};
     assert_int_equal(pre_sched_new(&w->sched, &cfg, w->pool, &err), 0);
     pre_actions_init(&w->acts);
 }
@@ -61,6 +62,8 @@ static struct pre_action *find(struct world *w, enum pre_action_kind kind, unsig
     return NULL;
 }
 
+static struct wire_bytes an_ask; /* of the next submit() */
+
 static void submit(struct world *w, uint64_t id, uint32_t n)
 {
     static uint32_t tokens[1000];
@@ -69,7 +72,25 @@ static void submit(struct world *w, uint64_t id, uint32_t n)
     m.prefill.n_prompt = n;
     m.prefill.max_tokens = 5;
     m.prefill.tokens = (struct wire_ids){tokens, n};
+    m.prefill.capture = an_ask;
+    an_ask = (struct wire_bytes){NULL, 0};
     step(w, (struct pre_event){.kind = PRE_ON_MESSAGE, .owner = 1, .msg = &m});
+}
+
+/* Of two entries, in the layers named. */
+static struct wire_bytes ask(uint8_t shadow, const uint32_t *layers, uint32_t n_layers)
+{
+    static const uint32_t entries[2] = {0, 1};
+    static uint8_t bytes[WIRE_MAX_CAPTURE];
+    struct wire_writer w = {.data = bytes, .cap = sizeof bytes};
+    struct wire_capture a = {.steps = WIRE_CAPTURE_ALL,
+                             .shadow = shadow,
+                             .max_steps = 9,
+                             .layers = {layers, n_layers},
+                             .entries = {entries, 2}};
+    wire_put_capture(&w, &a);
+    assert_false(w.failed);
+    return (struct wire_bytes){bytes, (uint32_t)w.len};
 }
 
 static void cancel(struct world *w, uint64_t id)
@@ -338,6 +359,125 @@ static void test_pre_sched__token_beyond_the_vocabulary_is_refused(void **state)
     teardown(&w);
 }
 
+static void test_pre_sched__capture_that_cannot_be_kept_is_refused_by_name(void **state)
+{
+    (void)state;
+    struct world w;
+    struct tow_err err;
+    static const uint32_t down[2] = {4, 2};
+    setup(&w, 50, 1000);
+    pre_sched_free(w.sched);
+    struct pre_sched_config cfg = {.page_tokens = 4,
+                                   .max_context = 1000,
+                                   .chunk_tokens = CHUNK,
+                                   .max_pending_tokens = 1000,
+                                   .max_jobs = 64};
+    assert_int_equal(pre_sched_new(&w.sched, &cfg, w.pool, &err), 0);
+    for (uint64_t id = 1; id <= 2; id++) {
+        an_ask = id == 1 ? ask(1, NULL, 0) : ask(0, down, 2);
+        submit(&w, id, 3);
+        struct pre_action *deny = find(&w, PRE_DO_SEND, WIRE_DENY_MSG);
+        assert_non_null(deny);
+        assert_int_equal(deny->msg.deny.code, TOW_EINVAL);
+        assert_memory_equal(deny->msg.deny.note.data, id == 1 ? "capture.shadow" : "capture:", 8);
+    }
+    an_ask = ask(0, NULL, 0); /* without other keys it needs nothing of the pages */
+    submit(&w, 3, 3);
+    assert_int_equal(denied(&w), 0);
+    assert_int_equal(kv_pool_free_pages(w.pool), 49);
+    step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+    ended(&w, 3, 0);
+    teardown(&w);
+}
+
+/* As without a capture, but each page with its companion. */
+static void test_pre_sched__shadow_keys_double_every_page(void **state)
+{
+    (void)state;
+    for (uint32_t n = 1; n <= 3 * CHUNK + 1; n++) {
+        struct world w;
+        setup(&w, 50, 1000);
+        uint32_t offered = 0, done = 0;
+        an_ask = ask(7, NULL, 0);
+        submit(&w, 1, n);
+        assert_int_equal(find(&w, PRE_DO_OPEN_MOVE, 0)->n, (n + 3) / 4 * 2);
+        assert_int_equal(kv_pool_free_pages(w.pool), 50 - (n + 3) / 4 * 2);
+        for (bool tail = false; !tail;) {
+            done += find(&w, PRE_DO_CHUNK, 0)->n;
+            step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+            struct pre_action *o = find(&w, PRE_DO_OFFER, 0);
+            if (!o) continue;
+            assert_int_equal(o->from, offered);
+            offered += o->n;
+            tail = o->tail;
+            assert_int_equal(offered, tail ? (n + 3) / 4 * 2 : done / 4 * 2);
+        }
+        for (uint32_t i = 0; i < offered; i++)
+            step(&w, (struct pre_event){.kind = PRE_ON_PART, .ticket = {1, 1}, .index = i});
+        assert_int_equal(kv_pool_free_pages(w.pool), 50);
+        ended(&w, 1, 0);
+        teardown(&w);
+    }
+    struct world w;
+    setup(&w, 11, 1000);
+    an_ask = ask(1, NULL, 0);
+    submit(&w, 1, 21); /* 6 pages with their companions, of 11 */
+    assert_int_equal(denied(&w), TOW_ETOOBIG);
+    an_ask = ask(1, NULL, 0);
+    submit(&w, 2, 20);
+    assert_int_equal(denied(&w), 0);
+    teardown(&w);
+}
+
+static void find_row(const struct work_capture *c, int32_t layer)
+{
+    static const struct kern_rank ranks[2] = {{1, 0, 2}, {2, 0, 1}};
+    struct model_capture_row row = {.layer = layer,
+                                    .topk = 2,
+                                    .n_entries = 2,
+                                    .n_visible = 2,
+                                    .entries = c->ask.entries,
+                                    .own = {ranks, 1, 0}};
+    c->ask.on_row(c->ask.ctx, &row);
+}
+
+/* Rows go out before the tail is offered, and only once;
+ * those of a job that is being cancelled do not. */
+static void test_pre_sched__captured_rows_are_sent_before_the_tail_is_offered(void **state)
+{
+    (void)state;
+    for (int cancelled = 0; cancelled < 2; cancelled++) {
+        struct world w;
+        setup(&w, 50, 1000);
+        an_ask = ask(0, NULL, 0);
+        submit(&w, 1, CHUNK);
+        struct pre_action *chunk = find(&w, PRE_DO_CHUNK, 0);
+        assert_true(chunk->last);
+        struct work_capture *c = chunk->job->capture;
+        assert_non_null(work_capture_begin(c, 0));
+        find_row(c, 2);
+        find_row(c, 4);
+        if (cancelled) cancel(&w, 1);
+        step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
+        uint32_t n = 0, offered = UINT32_MAX;
+        for (uint32_t i = 0; i < w.acts.n; i++) {
+            const struct pre_action *a = &w.acts.items[i];
+            if (a->kind == PRE_DO_OFFER) offered = i;
+            if (a->kind != PRE_DO_SEND || a->msg.type != WIRE_CAPTURED_MSG) continue;
+            assert_true(i < offered);
+            assert_int_equal(a->owner, 1);
+            assert_int_equal(a->msg.captured.ticket.id, 1);
+            assert_int_equal(a->msg.captured.step, 0);
+            assert_int_equal(a->msg.captured.layer, n++ ? 4 : 2);
+        }
+        assert_int_equal(n, cancelled ? 0 : 2);
+        ended(&w, 1, cancelled ? TOW_ECANCEL : 0);
+        assert_null(find(&w, PRE_DO_SEND, WIRE_CAPTURED_MSG));
+        assert_int_equal(kv_pool_free_pages(w.pool), 50);
+        teardown(&w);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -349,6 +489,9 @@ int main(void)
         cmocka_unit_test(test_pre_sched__cancel_waits_for_the_chunk_and_the_mover),
         cmocka_unit_test(test_pre_sched__limits_hold_exactly_and_name_themselves),
         cmocka_unit_test(test_pre_sched__every_length_is_offered_whole),
+        cmocka_unit_test(test_pre_sched__capture_that_cannot_be_kept_is_refused_by_name),
+        cmocka_unit_test(test_pre_sched__shadow_keys_double_every_page),
+        cmocka_unit_test(test_pre_sched__captured_rows_are_sent_before_the_tail_is_offered),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
