@@ -1560,11 +1560,7 @@ void rtr_route_free(struct rtr_route *r)
 {
     if (!r) return;
     TOW_LIST_EACH_SAFE (n, &r->attempts) free(TOW_CONTAINER(n, struct attempt, all));
-    TOW_LIST_EACH_SAFE (m, &r->jobs) {
-        struct rtr_job *job = TOW_CONTAINER(m, struct rtr_job, node);
-        for (uint32_t i = 0; i < job->n_runs; i++) free(job->runs[i].all_tokens);
-        job_free(job);
-    }
+    TOW_LIST_EACH_SAFE (m, &r->jobs) job_free(TOW_CONTAINER(m, struct rtr_job, node));
     rtr_route_reap(r);
     rtr_registry_fini(&r->workers);
     free(r->eos);
