@@ -254,8 +254,7 @@ static void fail_job(struct job *j, const struct rtr_refusal *r)
         if (tow_buf_failed(&j->out)) {
             rtr_exchange_abort(let_go(j));
         } else {
-            send_out(j);
-            rtr_exchange_end_stream(let_go(j));
+            rtr_exchange_end_stream(let_go(j), j->out.data, j->out.len);
         }
     } else {
         reply_refusal(a, j->route, let_go(j), r);
@@ -290,8 +289,7 @@ static void complete(struct job *j)
     tow_counter_add(a->m_completion_tokens, tokens);
     tow_histogram_observe(a->m_seconds, (double)(uv_now(a->loop) - j->start_ms) / 1000.0);
     if (j->ask->stream) {
-        send_out(j);
-        rtr_exchange_end_stream(let_go(j));
+        rtr_exchange_end_stream(let_go(j), j->out.data, j->out.len);
     } else {
         reply(a, j->route, let_go(j), 200, NULL, &j->out);
     }

@@ -569,10 +569,10 @@ void rtr_exchange_write(struct rtr_exchange *x, const void *bytes, size_t n)
     flush(x);
 }
 
-void rtr_exchange_end_stream(struct rtr_exchange *x)
+void rtr_exchange_end_stream(struct rtr_exchange *x, const void *bytes, size_t n)
 {
     if (x->state != RUNNING || !x->is_stream) return;
-    put_chunk(x, NULL, 0);
+    put_chunk(x, bytes, n);
     if (x->h.minor) tow_buf_puts(&x->out, "0\r\n\r\n");
     end_exchange(x);
 }
