@@ -7,8 +7,9 @@
  *          before. A token t is in the entries t/4 and t/4 + 1.
  * Rank     1 is the highest score; of equal scores the lower entry comes first, as selection
  *          breaks ties. An entry is selected exactly when its rank is at most the row's topk.
- * Step     Names the row by what it chose: step i is the row whose logits gave output i. Step 0 of
- *          a first attempt is the prompt's last row, computed at prefill.
+ * Step     Names the row by what it chose: step i is the row whose logits gave output i. Step 0 is
+ *          the prompt's last row, computed at prefill; later ones count as decode's, also when a
+ *          prefill computes one for a sequence that lost its decode worker.
  * Total    As messages.h: any bytes give a value or TOW_EWIRE, and spans inside are borrowed.
  */
 #ifndef TOW_PROTO_CAPTURE_H

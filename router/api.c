@@ -6,6 +6,8 @@
  *                            +-- client gone: freed   +-- client gone: cancel --> freed
  *                                when the pool is done
  *
+ * With a capture an answer that a stop string ended waits, RUNNING, for the rows under way.
+ *
  * A stream's status line waits for the first token, so that a failure before it is a real 5xx; with
  * sse_keepalive_s the first comment sends it earlier, and a failure after that is an error event.
  */
@@ -80,7 +82,9 @@ struct rtr_api {
     void *self; /* borrowed */
     char *served_model_name, *model_name;
     uint32_t context_length, n_vocab, sse_keepalive_ms, max_pool_jobs;
-    bool default_thinking;
+    bool default_thinking, index_capture;
+    const int32_t *ratios; /* borrowed */
+    uint32_t n_layers;
     size_t max_body_bytes;
     struct key *keys;
     size_t n_keys;
@@ -115,7 +119,9 @@ struct job {
     struct rtr_output **outputs; /* [n_choices], owned */
     bool *first_sent;            /* [n_choices] */
     struct rtr_accepted *accepted;
-    uint32_t n_left; /* choices that go on */
+    uint32_t n_left;              /* choices that go on */
+    struct rtr_capture_rows rows; /* of an ask with a capture */
+    bool stopped;                 /* the answer has ended, only rows are awaited */
     bool stream_open, first_token;
     uint64_t start_ms, wrote_ms;
     struct tow_buf out;
@@ -203,6 +209,7 @@ static void free_job(struct job *j)
     }
     free(j->outputs);
     free(j->first_sent);
+    rtr_capture_rows_fini(&j->rows);
     free(j->body);
     tow_buf_fini(&j->out);
     rtr_ask_free(j->ask);
@@ -269,6 +276,18 @@ static void fail_memory(struct job *j)
     fail_job(j, &r);
 }
 
+/* What the client is about to be shown is what a capture's `expect` is looked for in. */
+static void note_answer(struct job *j)
+{
+    struct rtr_delta d;
+    rtr_output_peek(j->outputs[0], &d);
+    rtr_capture_rows_answer(&j->rows, d.content, d.content_len);
+    for (uint32_t i = 0; i < d.n_calls; i++) {
+        rtr_capture_rows_answer(&j->rows, "\n", 1);
+        rtr_capture_rows_answer(&j->rows, d.calls[i].arguments, strlen(d.calls[i].arguments));
+    }
+}
+
 static void complete(struct job *j)
 {
     struct rtr_api *a = j->api;
@@ -276,9 +295,10 @@ static void complete(struct job *j)
     for (uint32_t i = 0; i < j->ask->req.n_choices; i++)
         tokens += rtr_output_n_tokens(j->outputs[i]);
     if (j->ask->stream) {
-        rtr_put_last_chunks(&j->out, j->ask, j->outputs);
+        rtr_put_last_chunks(&j->out, a->tok, j->ask, j->outputs, &j->rows);
     } else {
-        rtr_put_answer(&j->out, a->tok, j->ask, j->outputs);
+        if (j->ask->capture) note_answer(j);
+        rtr_put_answer(&j->out, a->tok, j->ask, j->outputs, &j->rows);
     }
     if (tow_buf_failed(&j->out)) {
         fail_memory(j);
@@ -305,13 +325,14 @@ static void emit(struct job *j, uint32_t choice)
         j->first_sent[choice] = true;
         rtr_put_first_chunk(&j->out, j->ask, choice);
     }
+    if (j->ask->capture) note_answer(j);
     rtr_put_chunk(&j->out, j->api->tok, j->ask, choice, j->outputs[choice]);
 }
 
 /* After a callback of the back end; `alive`: it still knows the request. */
 static void settle(struct job *j, bool failed, bool alive)
 {
-    if (failed || tow_buf_failed(&j->out)) {
+    if (failed || j->rows.failed || tow_buf_failed(&j->out)) {
         if (alive) j->api->backend.cancel(j->api->self, j->accepted);
         tow_buf_clear(&j->out);
         fail_memory(j);
@@ -331,10 +352,10 @@ static void on_tokens(void *ctx, const struct rtr_tokens *t)
         j->first_token = true;
         tow_histogram_observe(a->m_ttft, (double)(uv_now(a->loop) - j->start_ms) / 1000.0);
     }
-    bool ended = rtr_output_push(o, t);
-    if (ended) {
-        a->backend.cancel_choice(a->self, j->accepted, t->choice);
-        j->n_left--;
+    if (j->ask->capture) rtr_capture_rows_tokens(&j->rows, t->ids, t->n);
+    if (rtr_output_push(o, t)) {
+        j->stopped = !a->backend.cancel_choice(a->self, j->accepted, t->choice);
+        j->n_left -= !j->stopped;
     }
     emit(j, t->choice);
     settle(j, rtr_output_failed(o), j->n_left > 0);
@@ -343,9 +364,11 @@ static void on_tokens(void *ctx, const struct rtr_tokens *t)
 static void on_finish(void *ctx, uint32_t choice, enum rtr_finish reason)
 {
     struct job *j = ctx;
-    rtr_output_finish(j->outputs[choice], reason);
     j->n_left--;
-    emit(j, choice);
+    if (!j->stopped) {
+        rtr_output_finish(j->outputs[choice], reason);
+        emit(j, choice);
+    }
     settle(j, rtr_output_failed(j->outputs[choice]), j->n_left > 0);
 }
 
@@ -354,7 +377,13 @@ static void on_fail(void *ctx, const struct rtr_refusal *r)
     fail_job(ctx, r);
 }
 
-static const struct rtr_sink sink = {on_tokens, on_finish, on_fail};
+static void on_captured(void *ctx, const struct rtr_captured *c)
+{
+    struct job *j = ctx;
+    rtr_capture_rows_take(&j->rows, c); /* out of memory: settle() sees it */
+}
+
+static const struct rtr_sink sink = {on_tokens, on_finish, on_fail, on_captured};
 
 /* The body is checked and good. */
 static void submit(struct job *j)
@@ -365,6 +394,7 @@ static void submit(struct job *j)
     j->outputs = calloc(n, sizeof *j->outputs);
     j->first_sent = calloc(n, sizeof *j->first_sent);
     bool good = j->outputs && j->first_sent;
+    if (j->ask->capture) rtr_capture_rows_init(&j->rows, j->ask->capture);
     for (uint32_t i = 0; good && i < n; i++) {
         j->outputs[i] = rtr_output_new(a->tok, j->ask, i);
         good = j->outputs[i] != NULL;
@@ -494,6 +524,9 @@ static void start_job(struct rtr_api *a, enum route route, struct rtr_exchange *
                                 .context_length = limit,
                                 .n_vocab = a->n_vocab,
                                 .default_thinking = a->default_thinking,
+                                .index_capture = a->index_capture,
+                                .ratios = a->ratios,
+                                .n_layers = a->n_layers,
                                 .max_body_bytes = a->max_body_bytes}};
     tow_list_init(&j->link);
     tow_buf_init(&j->out, 0);
@@ -909,6 +942,9 @@ int rtr_api_open(struct rtr_api **out, struct uv_loop_s *loop, const struct rtr_
     a->sse_keepalive_ms = config->sse_keepalive_s * 1000;
     a->max_pool_jobs = config->max_pool_jobs ? config->max_pool_jobs : 64;
     a->default_thinking = config->default_thinking;
+    a->index_capture = config->index_capture;
+    a->ratios = config->ratios;
+    a->n_layers = config->n_layers;
     a->max_body_bytes = (size_t)config->limits.max_body_bytes;
     tow_list_init(&a->running);
     int rc = 0;

@@ -26,6 +26,9 @@ struct rtr_api_config {
     uint32_t sse_keepalive_s;      /* 0: off */
     uint32_t max_pool_jobs;        /* large bodies being checked at once; 0: 64 */
     bool default_thinking;         /* when the request does not say */
+    bool index_capture;            /* may requests ask what the indexer ranks? */
+    const int32_t *ratios;         /* of the model's layers, for index_capture; borrowed */
+    uint32_t n_layers;
     struct rtr_http_limits limits; /* rtr_http_defaults to start from */
     struct tow_metrics *metrics;   /* borrowed; what /metrics prints, and where we register ours */
 };

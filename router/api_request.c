@@ -177,7 +177,7 @@ static int check_sampling(struct check *c)
     if (get_int(c, "index_topk", 0, 1, RTR_MAX_INDEX_TOPK, &v) < 0) return TOW_EINVAL;
     s->index_topk = (uint32_t)v;
     const struct json *capture = json_find(c->root, "index_capture");
-    if (json_type(capture) != JSON_NULL) {
+    if (json_type(capture) != JSON_NULL && !c->rules->index_capture) {
         return rtr_api_fail(c->e, 400, "index_capture_disabled", "index_capture",
                             "index_capture: is not enabled on this server");
     }
@@ -643,6 +643,30 @@ static int check_length(struct check *c, const struct prompt *prompts)
     return 0;
 }
 
+/* Once the prompt is known: spans are of its tokens. */
+static int check_capture(struct check *c)
+{
+    struct rtr_request *req = &c->a->req;
+    const struct json *v = json_find(c->root, "index_capture");
+    if (json_type(v) == JSON_NULL) return 0;
+    if (req->n_choices != 1) {
+        return rtr_api_fail(c->e, 400, "invalid_index_capture", "index_capture",
+                            "index_capture: is for one answer, but n and the prompts make %u",
+                            req->n_choices);
+    }
+    struct rtr_capture_rules rules = {.tok = c->rules->tok,
+                                      .ratios = c->rules->ratios,
+                                      .n_layers = c->rules->n_layers,
+                                      .prompt = req->choices[0].prompt,
+                                      .n_prompt = req->choices[0].n_prompt};
+    int rc = rtr_capture_parse(&c->a->capture, v, &rules, &req->arena, c->e);
+    if (rc < 0) return rc;
+    req->capture = c->a->capture->packed;
+    req->capture_bytes = c->a->capture->packed_bytes;
+    req->capture_shadow = c->a->capture->ask.shadow != 0;
+    return 0;
+}
+
 static int check_n(struct check *c)
 {
     int64_t n;
@@ -670,7 +694,8 @@ static int check_generation(struct check *c)
                               c->a->n_prompts, c->a->n * c->a->n_prompts, RTR_MAX_CHOICES);
         }
     }
-    return rc < 0 ? rc : check_length(c, prompts);
+    if (rc == 0) rc = check_length(c, prompts);
+    return rc < 0 ? rc : check_capture(c);
 }
 
 /* /tokenize and /detokenize: the ids become choice 0's prompt. */

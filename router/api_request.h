@@ -9,6 +9,7 @@
 
 #include "common/text/chat.h"
 #include "router/backend.h"
+#include "router/capture.h"
 #include "router/stop.h"
 
 struct text_tokenizer;
@@ -25,6 +26,9 @@ struct rtr_ask_rules {
     uint32_t n_vocab;              /* token ids from a client are below it; 0: as the tokenizer */
     bool default_thinking;
     size_t max_body_bytes;
+    bool index_capture;    /* may requests ask for one? */
+    const int32_t *ratios; /* compression of each layer; only with index_capture */
+    uint32_t n_layers;
 };
 
 struct rtr_api_error {
@@ -52,6 +56,7 @@ struct rtr_ask {
     struct text_chat_prompt chat; /* owned; the parser of the answer starts from it */
     const struct json *tools;     /* NULL: none */
     bool parallel_tool_calls;
+    struct rtr_capture *capture; /* NULL: none */
     /* completions */
     const char **echo; /* [n_prompts] text before the answer, or NULL */
     size_t *echo_len;

@@ -214,7 +214,7 @@ static void put_message(struct tow_buf *b, const struct rtr_delta *d)
 }
 
 void rtr_put_answer(struct tow_buf *b, const struct text_tokenizer *tok, const struct rtr_ask *a,
-                    struct rtr_output *const *outputs)
+                    struct rtr_output *const *outputs, const struct rtr_capture_rows *rows)
 {
     rtr_put_envelope(b, a, "chat.completion");
     tow_buf_puts(b, "\"choices\": [");
@@ -241,5 +241,9 @@ void rtr_put_answer(struct tow_buf *b, const struct text_tokenizer *tok, const s
     }
     tow_buf_puts(b, "], ");
     rtr_put_usage(b, a, outputs);
+    if (a->capture) {
+        tow_buf_puts(b, ", ");
+        rtr_capture_rows_print(rows, tok, b);
+    }
     tow_buf_putc(b, '}');
 }

@@ -1,8 +1,8 @@
 /* router/api_stream.c - answers as server-sent events; see api_response.h.
  *
  * Each choice: one chunk with the role, chunks with what came, exactly one with finish_reason,
- * which also carries what was still there. Then usage, when asked for, with no choices, and
- * [DONE]. */
+ * which also carries what was still there. Then usage and captured rows, when asked for, with no
+ * choices, and [DONE]. */
 #include "router/api_response.h"
 
 #include "common/base/buf.h"
@@ -90,14 +90,22 @@ void rtr_put_chunk(struct tow_buf *b, const struct text_tokenizer *tok, const st
     rtr_output_taken(o);
 }
 
-void rtr_put_last_chunks(struct tow_buf *b, const struct rtr_ask *a,
-                         struct rtr_output *const *outputs)
+void rtr_put_last_chunks(struct tow_buf *b, const struct text_tokenizer *tok,
+                         const struct rtr_ask *a, struct rtr_output *const *outputs,
+                         const struct rtr_capture_rows *rows)
 {
-    if (a->include_usage) {
+    if (a->include_usage || a->capture) {
         rtr_sse_begin(b);
         rtr_put_envelope(b, a, "chat.completion.chunk");
-        tow_buf_puts(b, "\"choices\": [], ");
-        rtr_put_usage(b, a, outputs);
+        tow_buf_puts(b, "\"choices\": []");
+        if (a->include_usage) {
+            tow_buf_puts(b, ", ");
+            rtr_put_usage(b, a, outputs);
+        }
+        if (a->capture) {
+            tow_buf_puts(b, ", ");
+            rtr_capture_rows_print(rows, tok, b);
+        }
         tow_buf_putc(b, '}');
         rtr_sse_end(b);
     }

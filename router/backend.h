@@ -66,6 +66,9 @@ struct rtr_request {
     const struct rtr_choice *choices; /* [n_choices] */
     uint32_t n_prompt_total;          /* ids of all different prompts: what admission counts */
     uint32_t max_tokens;              /* per choice, >= 1; prompt + max_tokens fits the context */
+    const void *capture;              /* a packed ask (proto/capture.h), or NULL; one choice only */
+    uint32_t capture_bytes;
+    bool capture_shadow; /* it also ranks by other keys, which cost each page a companion */
 };
 
 /* Why a request is not, or no longer, served. */
@@ -98,12 +101,22 @@ enum rtr_finish {
     RTR_FINISH_LENGTH /* max_tokens or the context is full */
 };
 
+/* Where the entries asked for rank, by one layer of one row. Borrowed for the call. */
+struct rtr_captured {
+    uint32_t step, layer;
+    const void *row; /* proto/capture.h: what wire_get_capture_row() takes */
+    uint32_t row_bytes;
+};
+
 /* ctx is what was given to submit(). */
 struct rtr_sink {
     void (*on_tokens)(void *ctx, const struct rtr_tokens *tokens);
     void (*on_finish)(void *ctx, uint32_t choice, enum rtr_finish reason);
     /* The request as a whole is over; refusal is borrowed for the call. */
     void (*on_fail)(void *ctx, const struct rtr_refusal *refusal);
+    /* Only for requests with a capture; all of them come before on_finish. A second one of the same
+     * step and layer (after a retry) replaces the first. */
+    void (*on_captured)(void *ctx, const struct rtr_captured *captured);
 };
 
 /* One accepted request, as the back end knows it. */
@@ -120,8 +133,9 @@ struct rtr_backend {
     /* The request ends now; req is no longer valid. */
     void (*cancel)(void *self, struct rtr_accepted *req);
     /* This choice alone ends now (a stop string was found), as if it had finished. When it was the
-     * last one the request is over and req no longer valid. */
-    void (*cancel_choice)(void *self, struct rtr_accepted *req, uint32_t choice);
+     * last one the request is over and req no longer valid. False (only with a capture): rows of it
+     * are still under way; no tokens come any more, and on_finish, on_fail or cancel() ends it. */
+    bool (*cancel_choice)(void *self, struct rtr_accepted *req, uint32_t choice);
 
     /* Serving: true. Else false with *why, a literal: "starting", "draining", ... */
     bool (*ready)(void *self, const char **why);

@@ -122,6 +122,15 @@ static void tell_tokens(struct rtr_cluster *c, const struct rtr_action *a)
     t->sink.on_tokens(t->ctx, &out);
 }
 
+static void tell_captured(const struct rtr_action *a)
+{
+    const struct wire_captured *m = &a->msg.captured;
+    struct rtr_accepted *t = a->cookie;
+    struct rtr_captured c = {
+        .step = m->step, .layer = m->layer, .row = m->row.data, .row_bytes = m->row.len};
+    t->sink.on_captured(t->ctx, &c);
+}
+
 static void tell_finish(const struct rtr_action *a)
 {
     struct rtr_accepted *t = a->cookie;
@@ -154,6 +163,7 @@ static void perform(struct rtr_cluster *c, struct rtr_actions *list)
             break;
         }
         case RTR_DO_TOKENS: tell_tokens(c, a); break;
+        case RTR_DO_CAPTURED: tell_captured(a); break;
         case RTR_DO_FINISH: tell_finish(a); break;
         case RTR_DO_FAIL: tell_fail(a); break;
         case RTR_DO_DRAINED: c->drained = true; break;
@@ -291,15 +301,16 @@ static void cancel(void *self, struct rtr_accepted *t)
     rtr_actions_fini(&acts);
 }
 
-static void cancel_choice(void *self, struct rtr_accepted *t, uint32_t choice)
+static bool cancel_choice(void *self, struct rtr_accepted *t, uint32_t choice)
 {
     struct rtr_cluster *c = self;
     struct rtr_actions acts;
     rtr_actions_init(&acts);
-    rtr_route_cancel_choice(c->route, t->job, choice, now_ms(c), &acts);
-    if (--t->remaining == 0) free(t);
+    bool over = rtr_route_cancel_choice(c->route, t->job, choice, now_ms(c), &acts);
+    if (over && --t->remaining == 0) free(t);
     perform(c, &acts);
     rtr_actions_fini(&acts);
+    return over;
 }
 
 static bool ready(void *self, const char **why)

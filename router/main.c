@@ -29,7 +29,7 @@ struct settings {
     uint64_t max_body_bytes;
     double queue_timeout_s;
     int log_level, log_format;
-    bool thinking;
+    bool thinking, index_capture;
 };
 
 struct router {
@@ -139,6 +139,11 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
          .out = &s->thinking,
          .def = "false",
          .help = "thinking mode when a request does not say"},
+        {.name = "index-capture",
+         .type = TOW_OPT_BOOL,
+         .out = &s->index_capture,
+         .def = "false",
+         .help = "requests may ask what the indexer ranks (index_capture)"},
         {.name = "lease",
          .type = TOW_OPT_INT,
          .out = &s->lease_ms,
@@ -309,6 +314,9 @@ static int start(struct router *r, struct tow_err *err)
     api.n_vocab = (uint32_t)r->config.vocab_size;
     api.sse_keepalive_s = (uint32_t)s->sse_keepalive_s;
     api.default_thinking = s->thinking;
+    api.index_capture = s->index_capture;
+    api.ratios = r->config.ratios;
+    api.n_layers = (uint32_t)r->config.n_layers;
     api.limits.max_body_bytes = s->max_body_bytes;
     api.limits.max_connections = (uint32_t)s->max_connections;
     api.metrics = r->metrics;

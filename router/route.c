@@ -21,7 +21,7 @@
 #define WARM_LIMIT_MS  5000u /* for a warm-up to find room */
 #define WARM_UP_TOKENS 3u
 
-enum run_state { QUEUED, RESERVING, PREFILLING, STREAMING, OVER, RUN_STATES };
+enum run_state { QUEUED, RESERVING, PREFILLING, STREAMING, CLOSING, OVER, RUN_STATES };
 enum side_state { SIDE_NONE, SIDE_LIVE, SIDE_ENDING, SIDE_OVER };
 enum { P = 0, D = 1 }; /* sides of an attempt */
 
@@ -46,6 +46,7 @@ struct run {
     uint64_t seed;
     uint32_t *all_tokens; /* owned: prompt + outputs, once there are outputs */
     uint32_t n_output, cap;
+    bool by_length; /* CLOSING: how it ended */
     struct attempt *attempt;
 };
 
@@ -53,7 +54,9 @@ struct rtr_job {
     struct tow_list node;
     const struct rtr_request *req; /* borrowed; NULL for a warm-up and when over */
     struct wire_sampling sampling;
-    uint8_t *bias; /* owned: packed logit_bias */
+    uint8_t *bias;             /* owned: packed logit_bias */
+    struct wire_bytes capture; /* borrowed from the request; empty: none */
+    uint32_t pages_per_page;   /* 2 with companions for shadow keys, else 1 */
     void *cookie;
     bool warm_up, over, deaf;
     uint32_t max_tokens, n_left;
@@ -172,8 +175,9 @@ static void set_state(struct rtr_route *r, struct run *run, enum run_state to)
     static const uint8_t legal[RUN_STATES] = {
         [QUEUED] = 1 << RESERVING | 1 << OVER,
         [RESERVING] = 1 << PREFILLING | 1 << QUEUED | 1 << OVER,
-        [PREFILLING] = 1 << STREAMING | 1 << QUEUED | 1 << OVER,
-        [STREAMING] = 1 << QUEUED | 1 << OVER,
+        [PREFILLING] = 1 << STREAMING | 1 << QUEUED | 1 << CLOSING | 1 << OVER,
+        [STREAMING] = 1 << QUEUED | 1 << CLOSING | 1 << OVER,
+        [CLOSING] = 1 << OVER,
     };
     tow_assert(legal[run->state] & 1 << to);
     if (!run->job->warm_up) {
@@ -191,7 +195,8 @@ static void set_state(struct rtr_route *r, struct run *run, enum run_state to)
 /* Until work on it has begun, waiting anywhere counts against the queue time. */
 static uint64_t run_deadline(const struct run *run)
 {
-    if (run->state == STREAMING || run->progressed) return run->deadline_ms;
+    if (run->state == STREAMING || run->state == CLOSING || run->progressed)
+        return run->deadline_ms;
     return run->deadline_ms < run->queue_ends_ms ? run->deadline_ms : run->queue_ends_ms;
 }
 
@@ -350,6 +355,27 @@ static void finish_run(struct rtr_route *r, struct run *run, bool length, uint64
     end_run(r, run);
 }
 
+/* The answer is whole, but rows that prefill captured may be under way: they come before its last
+ * word. */
+static bool must_wait_for_rows(const struct run *run)
+{
+    return run->job->capture.len > 0 && run->attempt->side[P].state != SIDE_OVER;
+}
+
+static void wait_for_rows(struct rtr_route *r, struct run *run, bool length, uint64_t now_ms)
+{
+    run->by_length = length;
+    set_state(r, run, CLOSING);
+    run->deadline_ms = now_ms + r->cfg.lease_ms;
+}
+
+static void close_run(struct rtr_route *r, struct run *run, uint64_t now_ms,
+                      struct rtr_actions *out)
+{
+    let_go(r, run, WIRE_CANCEL_ELSEWHERE, now_ms, out);
+    finish_run(r, run, run->by_length, now_ms, out);
+}
+
 /* Back into the queue, at its old place, to be tried elsewhere. */
 static void requeue(struct rtr_route *r, struct run *run, uint32_t pause_ms, uint64_t now_ms,
                     struct rtr_actions *out)
@@ -400,9 +426,10 @@ static uint32_t run_tokens(const struct run *run)
     return run->n_prompt + run->n_output;
 }
 
-static uint32_t pages_for(const struct rtr_worker *w, uint64_t n_tokens)
+/* per: a job's pages_per_page. */
+static uint32_t pages_for(const struct rtr_worker *w, uint64_t n_tokens, uint32_t per)
 {
-    return (uint32_t)kern_kv_pages_for((int64_t)n_tokens, (int32_t)w->page_tokens);
+    return (uint32_t)kern_kv_pages_for((int64_t)n_tokens, (int32_t)w->page_tokens) * per;
 }
 
 static uint64_t whole_tokens(const struct run *run)
@@ -415,31 +442,31 @@ static uint32_t first_pages(const struct rtr_worker *d, const struct run *run)
 {
     uint64_t ahead = d->reserve_tokens > run->n_output ? d->reserve_tokens : run->n_output;
     uint64_t want = run_tokens(run) + (ahead ? ahead : 1), whole = whole_tokens(run);
-    return pages_for(d, want < whole ? want : whole);
+    return pages_for(d, want < whole ? want : whole, run->job->pages_per_page);
 }
 
-static bool decode_could(const struct rtr_worker *w, uint64_t n)
+static bool decode_could(const struct rtr_worker *w, uint64_t n, uint32_t per)
 {
-    return n <= w->max_context && pages_for(w, n) <= w->pages;
+    return n <= w->max_context && pages_for(w, n, per) <= w->pages;
 }
 
-static bool prefill_could(const struct rtr_worker *w, uint64_t n)
+static bool prefill_could(const struct rtr_worker *w, uint64_t n, uint32_t per)
 {
-    return n <= w->max_context && n <= w->max_pending_tokens && pages_for(w, n) <= w->pages;
+    return n <= w->max_context && n <= w->max_pending_tokens && pages_for(w, n, per) <= w->pages;
 }
 
 /* Could the workers we know, those gone just now too, hold it if they had nothing else? True while
  * a role is missing. A prefill worker must be able to hold the whole answer too: a stream that
  * loses its decode worker, or is pushed back, comes to it again with all its tokens. */
-static bool could_ever(struct rtr_route *r, uint64_t whole)
+static bool could_ever(struct rtr_route *r, uint64_t whole, uint32_t per)
 {
     bool seen[2] = {false, false}, could[2] = {false, false};
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
         struct rtr_worker *w = worker(r, i);
         if (w->pages == 0) continue; /* never used */
         seen[w->role] = true;
-        could[w->role] |=
-            w->role == WIRE_DECODE_ROLE ? decode_could(w, whole) : prefill_could(w, whole);
+        could[w->role] |= w->role == WIRE_DECODE_ROLE ? decode_could(w, whole, per)
+                                                      : prefill_could(w, whole, per);
     }
     return (could[P] || !seen[P]) && (could[D] || !seen[D]);
 }
@@ -482,7 +509,7 @@ static uint64_t lane(uint64_t total, uint64_t least, uint64_t need)
 static uint64_t page_lane(const struct rtr_worker *p, const struct rtr_worker *d,
                           const struct run *longest)
 {
-    return lane(d->pages, pages_for(d, (uint64_t)p->chunk_tokens + d->reserve_tokens),
+    return lane(d->pages, pages_for(d, (uint64_t)p->chunk_tokens + d->reserve_tokens, 1),
                 first_pages(d, longest));
 }
 
@@ -507,7 +534,9 @@ static bool leaves_lane(const struct rtr_worker *p, const struct rtr_worker *d,
 static bool keeps_lane(const struct rtr_worker *p, const struct rtr_worker *d,
                        const struct run *head, const struct run *run)
 {
-    if (!decode_could(d, whole_tokens(head)) || !prefill_could(p, run_tokens(head))) return true;
+    uint32_t per = head->job->pages_per_page;
+    if (!decode_could(d, whole_tokens(head), per) || !prefill_could(p, run_tokens(head), per))
+        return true;
     return d->held_pages - d->long_pages + first_pages(d, run) <= page_lane(p, d, head) &&
            p->held_tokens - p->long_tokens + run_tokens(run) <= token_lane(p, head);
 }
@@ -518,12 +547,13 @@ static bool pick(struct rtr_route *r, const struct run *run, const struct run *h
                  uint64_t now_ms, uint32_t *out_p, uint32_t *out_d)
 {
     bool warm = run->job->warm_up, found = false;
+    uint32_t per = run->job->pages_per_page;
     for (uint32_t d = 0; d < RTR_MAX_WORKERS; d++) {
         struct rtr_worker *wd = worker(r, d);
         if (!live(wd) || wd->role != WIRE_DECODE_ROLE) continue;
         if (warm ? d != run->pin[D] : strict && d == run->avoid[D]) continue;
         if (!rtr_registry_open(&r->workers, d, warm, now_ms) ||
-            !decode_could(wd, whole_tokens(run)))
+            !decode_could(wd, whole_tokens(run), per))
             continue;
         if (first_pages(wd, run) > rtr_registry_free_pages(&r->workers, d)) continue;
         for (uint32_t p = 0; p < RTR_MAX_WORKERS; p++) {
@@ -533,7 +563,7 @@ static bool pick(struct rtr_route *r, const struct run *run, const struct run *h
             if (!rtr_registry_link_open(&r->workers, p, d, now_ms)) continue;
             if (warm ? p != run->pin[P] : strict && p == run->avoid[P]) continue;
             if (!rtr_registry_open(&r->workers, p, warm, now_ms) ||
-                !prefill_could(wp, run_tokens(run)))
+                !prefill_could(wp, run_tokens(run), per))
                 continue;
             if (run_tokens(run) > rtr_registry_free_tokens(&r->workers, p)) continue;
             if (is_long(wp, run) && (head || !leaves_lane(wp, wd, run))) continue;
@@ -619,6 +649,7 @@ static bool reserve(struct rtr_route *r, struct run *run, uint32_t p, uint32_t d
     fill_sampling(run, &m->sampling);
     m->eos = (struct wire_ids){r->eos, r->cfg.n_eos};
     m->outputs = outputs_of(run);
+    m->capture = run->job->capture;
     return true;
 }
 
@@ -633,13 +664,20 @@ static bool place(struct rtr_route *r, struct run *run, const struct run *head, 
     return reserve(r, run, p, d, now_ms, out);
 }
 
+static void say_too_big(char *text, size_t cap, uint32_t n_prompt, uint32_t max_tokens,
+                        uint32_t context, bool shadow)
+{
+    snprintf(text, cap, "prompt of %u tokens and max_tokens %u exceed what the workers hold (%u%s)",
+             n_prompt, max_tokens, context,
+             shadow ? "; keys of other types, index_capture.shadow, take as many pages again" : "");
+}
+
 static void fail_too_big(struct rtr_route *r, struct run *run, uint64_t now_ms,
                          struct rtr_actions *out)
 {
     char text[200];
-    snprintf(text, sizeof text,
-             "prompt of %u tokens and max_tokens %u exceed what the workers hold (%u)",
-             run->n_prompt, run->job->max_tokens, rtr_route_context(r));
+    say_too_big(text, sizeof text, run->n_prompt, run->job->max_tokens, rtr_route_context(r),
+                run->job->pages_per_page > 1);
     fail_job(r, run, run->n_output ? TOW_EBUSY : TOW_EINVAL, 0, "too_large", text, now_ms, out);
 }
 
@@ -655,7 +693,7 @@ static void dispatch(struct rtr_route *r, bool quiet, uint64_t now_ms, struct rt
         n = n->next;
         struct run *head = blocked && blocked->passed >= r->cfg.max_passes ? blocked : NULL;
         if (now_ms < run->not_before_ms) continue;
-        if (!could_ever(r, whole_tokens(run))) {
+        if (!could_ever(r, whole_tokens(run), run->job->pages_per_page)) {
             if (quiet) continue;
             fail_too_big(r, run, now_ms, out);
             n = r->queue.next; /* its siblings are gone as well */
@@ -719,6 +757,7 @@ static struct rtr_job *job_new(uint32_t n_runs)
     struct rtr_job *job = calloc(1, sizeof *job + n_runs * sizeof job->runs[0]);
     if (!job) return NULL;
     job->n_runs = job->n_left = n_runs;
+    job->pages_per_page = 1;
     for (uint32_t i = 0; i < n_runs; i++) {
         struct run *run = &job->runs[i];
         tow_list_init(&run->line);
@@ -801,10 +840,11 @@ static void warmed(struct rtr_route *r, const struct run *run)
 
 /* --- workers come and go ---------------------------------------------------------------------- */
 
-/* Decode has all it needs once it streams: the link may have broken under the last ACK, say. */
+/* Decode has all it needs once it streams: the link may have broken under the last ACK, say. And
+ * once the answer is whole nothing is needed of decode. */
 static bool needless(const struct run *run, int s)
 {
-    return s == P && run->state == STREAMING;
+    return run->state == (s == P ? STREAMING : CLOSING);
 }
 
 static struct run *next_hurt(struct rtr_route *r)
@@ -845,7 +885,10 @@ static void worker_lost(struct rtr_route *r, uint32_t slot, uint64_t now_ms,
     struct run *run;
     while ((run = next_hurt(r))) {
         run->hurt = false;
-        try_again(r, run, TOW_EPEER, "a worker was lost", now_ms, out);
+        if (run->state == CLOSING)
+            close_run(r, run, now_ms, out);
+        else
+            try_again(r, run, TOW_EPEER, "a worker was lost", now_ms, out);
     }
     TOW_LIST_EACH_SAFE (n, &r->attempts) attempt_try_free(r, TOW_CONTAINER(n, struct attempt, all));
 }
@@ -923,6 +966,16 @@ static void on_grant(struct rtr_route *r, struct attempt *a, int s, struct rtr_a
     fill_sampling(run, &m->sampling);
     m->eos = (struct wire_ids){r->eos, r->cfg.n_eos};
     m->tokens = tokens_of(run);
+    m->capture = run->job->capture;
+}
+
+/* A side has said its last word about a run that only waited for rows. */
+static bool closes(struct rtr_route *r, struct run *run, int s, uint64_t now_ms,
+                   struct rtr_actions *out)
+{
+    if (run->state != CLOSING) return false;
+    if (s == P) close_run(r, run, now_ms, out);
+    return true;
 }
 
 static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct wire_deny *m,
@@ -937,6 +990,7 @@ static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct 
         attempt_try_free(r, a);
         return;
     }
+    if (closes(r, run, s, now_ms, out)) return;
     switch (m->code) {
     case TOW_EFULL:
     case TOW_EBUSY:
@@ -987,7 +1041,7 @@ static void on_failed(struct rtr_route *r, struct attempt *a, int s, const struc
         attempt_try_free(r, a);
         return;
     }
-    if (needless(run, s)) return;
+    if (closes(r, run, s, now_ms, out) || needless(run, s)) return;
     switch (code) {
     case TOW_EFULL:
     case TOW_EBUSY:
@@ -1071,6 +1125,7 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
         attempt_try_free(r, a);
         return;
     }
+    if (run->state == CLOSING) return; /* it was under way when a stop string ended the answer */
     bool length = m->reason == WIRE_FINISH_LENGTH;
     bool right = run->state == PREFILLING || run->state == STREAMING;
     right =
@@ -1084,6 +1139,10 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
     if (side_worker(r, a, P) && side_worker(r, a, D))
         rtr_registry_link_worked(&r->workers, a->side[P].slot, a->side[D].slot);
     if (run->job->warm_up) warmed(r, run);
+    if (must_wait_for_rows(run)) {
+        wait_for_rows(r, run, length, now_ms);
+        return;
+    }
     /* Prefill is done too, only its last word may be under way. */
     run->attempt = NULL;
     a->run = NULL;
@@ -1091,6 +1150,18 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
     if (a->side[P].state == SIDE_NONE) side_over(r, a, P);
     attempt_try_free(r, a);
     finish_run(r, run, length, now_ms, out);
+}
+
+static void on_captured(struct attempt *a, const struct wire_captured *m, struct rtr_actions *out)
+{
+    struct run *run = a->run;
+    if (!run || run->job->capture.len == 0 || m->step > run->job->max_tokens) return;
+    struct rtr_action *c = act(out, RTR_DO_CAPTURED);
+    c->job = run->job;
+    c->cookie = run->job->cookie;
+    c->choice = run->choice;
+    c->msg.type = WIRE_CAPTURED_MSG;
+    c->msg.captured = *m;
 }
 
 static void on_progress(struct rtr_route *r, struct attempt *a, int s, uint32_t done,
@@ -1115,7 +1186,7 @@ static void on_last_word(struct rtr_route *r, struct attempt *a, int s, bool don
     side_over(r, a, s);
     if (!run)
         attempt_try_free(r, a);
-    else if (!done && !needless(run, s))
+    else if (!closes(r, run, s, now_ms, out) && !done && !needless(run, s))
         try_again(r, run, TOW_ECANCEL, "a worker cancelled it by itself", now_ms, out);
 }
 
@@ -1134,6 +1205,7 @@ static void on_ticket(struct rtr_route *r, uint32_t slot, const struct wire_msg 
     case WIRE_PREFILL_DONE_MSG: on_last_word(r, a, s, s == P, now_ms, out); break;
     case WIRE_FAILED_MSG: on_failed(r, a, s, &m->failed, now_ms, out); break;
     case WIRE_TOKENS_MSG: on_tokens(r, a, s, &m->tokens, now_ms, out); break;
+    case WIRE_CAPTURED_MSG: on_captured(a, &m->captured, out); break;
     case WIRE_FINISH_MSG: on_finish(r, a, s, &m->finish, now_ms, out); break;
     case WIRE_CANCELLED_MSG: on_last_word(r, a, s, false, now_ms, out); break;
     default: break;
@@ -1168,6 +1240,7 @@ static void on_message(struct rtr_route *r, const struct rtr_event *ev, struct r
         break;
     case WIRE_FAILED_MSG: on_ticket(r, slot, m, m->failed.ticket, ev->now_ms, out); break;
     case WIRE_TOKENS_MSG: on_ticket(r, slot, m, m->tokens.ticket, ev->now_ms, out); break;
+    case WIRE_CAPTURED_MSG: on_ticket(r, slot, m, m->captured.ticket, ev->now_ms, out); break;
     case WIRE_FINISH_MSG: on_ticket(r, slot, m, m->finish.ticket, ev->now_ms, out); break;
     case WIRE_CANCELLED_MSG: on_ticket(r, slot, m, m->cancelled.ticket, ev->now_ms, out); break;
     case WIRE_HELLO_MSG: close_conn(out, ev->conn, "a second HELLO"); break;
@@ -1180,6 +1253,10 @@ static void on_message(struct rtr_route *r, const struct rtr_event *ev, struct r
 static void run_late(struct rtr_route *r, struct run *run, uint64_t now_ms, struct rtr_actions *out)
 {
     const char *why;
+    if (run->state == CLOSING) {
+        close_run(r, run, now_ms, out);
+        return;
+    }
     if (!run->progressed && now_ms >= run->queue_ends_ms) {
         bool ready = rtr_route_ready(r, now_ms, &why);
         fail_job(r, run, TOW_EBUSY, 503, ready ? "queue_timeout" : "no_capacity",
@@ -1230,11 +1307,15 @@ static void check_attempts(struct rtr_route *r, uint64_t now_ms, struct rtr_acti
 static void check_drain(struct rtr_route *r, uint64_t now_ms, struct rtr_actions *out)
 {
     if (!r->draining || r->drained) return;
-    while (now_ms >= r->drain_ends_ms && !tow_list_empty(&r->runs))
-        fail_job(r, TOW_CONTAINER(r->runs.next, struct run, all), TOW_EDRAIN, 0, "draining",
-                 "drain limit passed", now_ms, out);
+    while (now_ms >= r->drain_ends_ms && !tow_list_empty(&r->runs)) {
+        struct run *run = TOW_CONTAINER(r->runs.next, struct run, all);
+        if (run->state == CLOSING)
+            close_run(r, run, now_ms, out);
+        else
+            fail_job(r, run, TOW_EDRAIN, 0, "draining", "drain limit passed", now_ms, out);
+    }
     uint32_t clients = r->in_state[QUEUED] + r->in_state[RESERVING] + r->in_state[PREFILLING] +
-                       r->in_state[STREAMING];
+                       r->in_state[STREAMING] + r->in_state[CLOSING];
     if (clients == 0) {
         r->drained = true;
         act(out, RTR_DO_DRAINED);
@@ -1347,11 +1428,11 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
         return refuse(r, f, TOW_EINVAL, 0, "empty", false, "the request asks for no choice");
     for (uint32_t i = 0; i < n; i++) {
         uint32_t n_prompt = req->choices[i].n_prompt;
-        if (n_prompt && req->max_tokens && could_ever(r, (uint64_t)n_prompt + req->max_tokens))
+        uint64_t whole = (uint64_t)n_prompt + req->max_tokens;
+        if (n_prompt && req->max_tokens && could_ever(r, whole, req->capture_shadow ? 2 : 1))
             continue;
-        snprintf(text, sizeof text,
-                 "prompt of %u tokens and max_tokens %u exceed what the workers hold (%u)",
-                 n_prompt, req->max_tokens, rtr_route_context(r));
+        say_too_big(text, sizeof text, n_prompt, req->max_tokens, rtr_route_context(r),
+                    req->capture_shadow);
         return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
     }
     if (n > r->cfg.max_queued) {
@@ -1378,6 +1459,8 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
     job->req = req;
     job->cookie = cookie;
     job->max_tokens = req->max_tokens;
+    job->capture = (struct wire_bytes){req->capture, req->capture_bytes};
+    job->pages_per_page = req->capture_shadow ? 2 : 1;
     for (uint32_t i = 0; i < n; i++) {
         job->runs[i].prompt = (const uint32_t *)req->choices[i].prompt;
         job->runs[i].n_prompt = req->choices[i].n_prompt;
@@ -1398,15 +1481,21 @@ void rtr_route_cancel(struct rtr_route *r, struct rtr_job *job, uint64_t now_ms,
         cancel_run(r, &job->runs[i], WIRE_CANCEL_CLIENT, now_ms, acts);
 }
 
-void rtr_route_cancel_choice(struct rtr_route *r, struct rtr_job *job, uint32_t choice,
+bool rtr_route_cancel_choice(struct rtr_route *r, struct rtr_job *job, uint32_t choice,
                              uint64_t now_ms, struct rtr_actions *acts)
 {
-    if (choice >= job->n_runs || job->runs[choice].state == OVER) return;
+    if (choice >= job->n_runs || job->runs[choice].state == OVER) return true;
     struct run *run = &job->runs[choice];
+    if (run->state == STREAMING && must_wait_for_rows(run)) {
+        side_cancel(r, run->attempt, D, WIRE_CANCEL_STOP_STRING, now_ms, acts);
+        wait_for_rows(r, run, false, now_ms);
+        return false;
+    }
     let_go(r, run, WIRE_CANCEL_STOP_STRING, now_ms, acts);
     r->stats.finished++; /* a stop string is a good end */
     if (job->n_left == 1) job->deaf = true;
     end_run(r, run);
+    return true;
 }
 
 bool rtr_job_deaf(const struct rtr_job *job)
@@ -1502,7 +1591,7 @@ void rtr_route_stats(const struct rtr_route *r, struct rtr_route_stats *out)
     out->queued = r->in_state[QUEUED];
     out->reserving = r->in_state[RESERVING];
     out->prefilling = r->in_state[PREFILLING];
-    out->streaming = r->in_state[STREAMING];
+    out->streaming = r->in_state[STREAMING] + r->in_state[CLOSING];
     out->waiting = r->waiting;
     out->waiting_tokens = r->waiting_tokens;
     out->draining = r->draining;

@@ -11,6 +11,8 @@
  *               +--- denied, worker lost, failed, pushed back: prompt + outputs so far go elsewhere
  *   STREAMING --on_finish--> (end). Cancel ends a run at once in any state; its attempt is wound
  *   up in the background.
+ *   STREAMING --on_finish, stop string--> CLOSING --prefill's last word--> (end): with a capture,
+ *   whose rows come from prefill over another connection than the tokens.
  *
  * state       true in it                                        deadline
  * QUEUED      no ticket                                         queue_timeout since it began to
@@ -19,6 +21,7 @@
  * PREFILLING  decode granted; prefill has the tokens            the same until the first PROGRESS,
  *                                                               then stall_ms
  * STREAMING   at least one token of this attempt came           stall_ms since the last
+ * CLOSING     the answer is whole; captured rows may come       lease_ms, then without them
  *
  * One ticket is an attempt. It holds budgets at its two workers until each has said its last word
  * about it (DENY, FAILED, FINISH, PREFILL_DONE, CANCELLED) or is lost; a worker that does not
@@ -35,6 +38,7 @@
  *          Only a prompt that leaves no eighth at all holds up everyone.
  * Tries    max_attempts failures end a run; being denied for want of room, pushed back or drained
  *          is none.
+ * Pages    A capture by other keys needs twice the pages, on both sides: each has a companion.
  * Counts   started == finished + failed + cancelled + live, in runs, warm-ups left out.
  */
 #ifndef RTR_ROUTE_H
@@ -82,21 +86,22 @@ struct rtr_event {
 };
 
 enum rtr_action_kind {
-    RTR_DO_SEND,    /* msg on conn */
-    RTR_DO_CLOSE,   /* conn, after what was sent; why is a literal */
-    RTR_DO_TOKENS,  /* to the client: msg->tokens of choice; first counts over all attempts */
-    RTR_DO_FINISH,  /* choice ended; reason */
-    RTR_DO_FAIL,    /* the whole request ended */
-    RTR_DO_DRAINED, /* once: nothing is left */
-    RTR_DO_LOG      /* refusal.err, for the operator */
+    RTR_DO_SEND,     /* msg on conn */
+    RTR_DO_CLOSE,    /* conn, after what was sent; why is a literal */
+    RTR_DO_TOKENS,   /* to the client: msg->tokens of choice; first counts over all attempts */
+    RTR_DO_CAPTURED, /* to the client: msg->captured of choice */
+    RTR_DO_FINISH,   /* choice ended; reason */
+    RTR_DO_FAIL,     /* the whole request ended */
+    RTR_DO_DRAINED,  /* once: nothing is left */
+    RTR_DO_LOG       /* refusal.err, for the operator */
 };
 
 struct rtr_action {
     enum rtr_action_kind kind;
     uint64_t conn;
-    struct wire_msg msg; /* SEND, TOKENS; spans valid until the next step or reap */
+    struct wire_msg msg; /* SEND, TOKENS, CAPTURED; spans valid until the next step or reap */
     const char *why;
-    struct rtr_job *job; /* TOKENS, FINISH, FAIL */
+    struct rtr_job *job; /* TOKENS, CAPTURED, FINISH, FAIL */
     void *cookie;        /* of that job */
     uint32_t choice;
     enum rtr_finish reason;
@@ -123,7 +128,7 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
                      struct rtr_actions *acts);
 void rtr_route_cancel(struct rtr_route *r, struct rtr_job *job, uint64_t now_ms,
                       struct rtr_actions *acts);
-void rtr_route_cancel_choice(struct rtr_route *r, struct rtr_job *job, uint32_t choice,
+bool rtr_route_cancel_choice(struct rtr_route *r, struct rtr_job *job, uint32_t choice,
                              uint64_t now_ms, struct rtr_actions *acts);
 
 /* A callback may cancel requests whose own actions still stand further down the list: skip actions

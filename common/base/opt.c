@@ -69,8 +69,8 @@ static unsigned distance(const char *a, size_t na, const char *b)
 static const char settings_of_all[] =
     " all api-key-file chunk-tokens context-length control default-thinking device"
     " drain-timeout dump expert-activations fault force greedy handover host-tier http"
-    " index-keys index-topk join join-token-file json kv-dtype kv-pages lease log-format"
-    " log-level max-batch max-body-bytes max-connections max-pending-tokens max-queued"
+    " index-capture index-keys index-topk join join-token-file json kv-dtype kv-pages lease"
+    " log-format log-level max-batch max-body-bytes max-connections max-pending-tokens max-queued"
     " max-queued-tokens max-tokens max-wait memory-fraction model name numerics out"
     " queue-timeout reserve-tokens served-model-name sse-keepalive stats status system"
     " temperature thinking threads timeout tokens url"

@@ -6,6 +6,8 @@
  *   seed % 100   0 as asked, 1 never says anything, 2 fails before the first token, 3 fails after 3
  *                tokens, 4 is refused as queue full, 5 is refused for lack of capacity
  *   seed / 100   tokens per step, 0 meaning 1
+ * A capture is answered for layers 2 and 4 with ranks that capture() makes up, that of the prompt
+ * last of all.
  * Choice i leaves out the last i tokens. ignore_eos repeats the tokens up to max_tokens.
  * Counts of what it is doing are in /metrics: towpath_stub_running, towpath_stub_cancelled.
  *
@@ -19,6 +21,7 @@
 #include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/base/metrics.h"
+#include "proto/capture.h"
 #include "router/api.h"
 
 #include <math.h>
@@ -38,6 +41,7 @@ struct rtr_accepted {
     uint32_t n_ids;
     uint32_t sent[RTR_MAX_CHOICES];
     bool over[RTR_MAX_CHOICES];
+    bool closing; /* all but the captured row of prefill has been said */
     uint32_t n_left;
 };
 
@@ -115,11 +119,52 @@ static void cancel(void *self, struct rtr_accepted *t)
     end(t);
 }
 
-static void cancel_choice(void *self, struct rtr_accepted *t, uint32_t choice)
+/* With a capture the row of prefill is still to come. */
+static bool cancel_choice(void *self, struct rtr_accepted *t, uint32_t choice)
 {
     (void)self;
     t->over[choice] = true;
+    if (t->req->capture) {
+        t->closing = true;
+        return false;
+    }
     if (!--t->n_left) end(t);
+    return true;
+}
+
+/* Ranks made up: of n entries asked for the i-th has rank step + 1 + i * layer, of as many visible
+ * ones as there are tokens; two are selected. By fp8 keys, if asked for, all rank one better. */
+static void capture(struct rtr_accepted *t, uint32_t step, uint32_t layer)
+{
+    struct wire_capture ask;
+    struct wire_capture_row row = {.topk = 2, .n_visible = 100000};
+    static uint8_t own[WIRE_CAPTURE_MAX_ENTRIES * WIRE_RANK_BYTES], other[sizeof own];
+    static uint8_t bytes[WIRE_MAX_CAPTURED];
+    static const uint32_t list[2] = {0, 1};
+    if (!t->req->capture || wire_get_capture(&ask, t->req->capture, t->req->capture_bytes) < 0)
+        return;
+    if (!(ask.steps & (step ? WIRE_CAPTURE_DECODE : WIRE_CAPTURE_PREFILL))) return;
+    if (step > ask.max_steps) return;
+    struct wire_writer a = {.data = own, .cap = sizeof own}, b = {.data = other, .cap = sizeof own},
+                       w = {.data = bytes, .cap = sizeof bytes};
+    for (uint32_t i = 0; i < ask.entries.n; i++) {
+        uint32_t rank = step + 1 + i * layer;
+        wire_put_u32(&a, rank);
+        wire_put_u32(&a, 0);
+        wire_put_f32(&a, 1.0f / (float)rank);
+        wire_put_u32(&b, rank > 1 ? rank - 1 : 1);
+        wire_put_u32(&b, 0);
+        wire_put_f32(&b, 0.5f);
+    }
+    row.entries = ask.entries;
+    row.own = (struct wire_ranks){0.5f, 0.25f, {own, (uint32_t)a.len}};
+    row.shadow = ask.shadow & 1 << WIRE_SHADOW_FP8;
+    row.shadows[WIRE_SHADOW_FP8] = (struct wire_ranks){0.5f, 0.25f, {other, (uint32_t)b.len}};
+    if (ask.lists) row.list = (struct wire_ids){list, 2};
+    wire_put_capture_row(&w, &row);
+    struct rtr_captured c = {
+        .step = step, .layer = layer, .row = bytes, .row_bytes = (uint32_t)w.len};
+    t->sink->on_captured(t->ctx, &c);
 }
 
 /* One step of one choice; the ticket may be gone afterwards. */
@@ -133,7 +178,8 @@ static void step(struct rtr_accepted *t, uint32_t choice)
     uint32_t limit = req->max_tokens;
     uint32_t n_top = req->sampling.n_top;
     bool endless = req->sampling.ignore_eos && have;
-    while (n < t->step && t->sent[choice] + n < limit && (endless || t->sent[choice] + n < have)) {
+    while (!t->closing && n < t->step && t->sent[choice] + n < limit &&
+           (endless || t->sent[choice] + n < have)) {
         uint32_t at = t->sent[choice] + n;
         ids[n] = t->ids[at % have];
         logprobs[n] = at % 3 == 2 ? -INFINITY : at % 3 == 1 ? NAN : -0.25f;
@@ -150,10 +196,18 @@ static void step(struct rtr_accepted *t, uint32_t choice)
                                .top = top,
                                .n_top = n_top,
                                .n_cached = 2};
+        for (uint32_t i = 0; i < n; i++)
+            for (uint32_t layer = 2; layer <= 4; layer += 2)
+                if (t->sent[choice] + i) capture(t, t->sent[choice] + i, layer);
         t->sent[choice] += n;
         t->sink->on_tokens(t->ctx, &m);
         return;
     }
+    if (t->req->capture && !t->closing) {
+        t->closing = true; /* prefill's row comes a turn later than the end */
+        return;
+    }
+    for (uint32_t layer = 2; layer <= 4; layer += 2) capture(t, 0, layer);
     enum rtr_finish why = t->sent[choice] == limit ? RTR_FINISH_LENGTH : RTR_FINISH_STOP;
     void *ctx = t->ctx;
     const struct rtr_sink *sink = t->sink;
@@ -191,7 +245,7 @@ static void on_tick(uv_timer_t *timer)
         for (uint32_t k = 0; k < ROUNDS * RTR_MAX_CHOICES && nth(i) == t; k++) {
             uint32_t c = k % t->req->n_choices;
             if (k / t->req->n_choices == ROUNDS) break;
-            if (!t->over[c]) step(t, c);
+            if (!t->over[c] || t->closing) step(t, c);
         }
     }
 }
@@ -276,6 +330,8 @@ int main(int argc, char **argv)
     rtr_api_config_init(&c);
     c.http_addr = "127.0.0.1:0";
     c.context_length = 16384;
+    c.ratios = (const int32_t[]){0, 0, 4, 8, 4, 8};
+    c.n_layers = 6;
     stub.max_running = 1000;
     stub.ready = true;
     for (int i = 3; i < argc; i++) {
@@ -286,6 +342,7 @@ int main(int argc, char **argv)
         if (!strcmp(argv[i], "keys")) c.api_key_file = value;
         if (!strcmp(argv[i], "served")) c.served_model_name = value;
         if (!strcmp(argv[i], "context")) c.context_length = number;
+        if (!strcmp(argv[i], "capture")) c.index_capture = number;
         if (!strcmp(argv[i], "keepalive")) c.sse_keepalive_s = number;
         if (!strcmp(argv[i], "max_body")) c.limits.max_body_bytes = number;
         if (!strcmp(argv[i], "max_connections")) c.limits.max_connections = number;

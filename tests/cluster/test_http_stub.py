@@ -741,6 +741,112 @@ def test_tool_calls_and_thinking(stub):
         assert (content, finish, calls) == ("I will look.", "length", []), (content, finish, calls)
 
 
+def captured(stub, path="/v1/chat/completions", streamed=False, **body):
+    """index_capture of the answer, and its text; streams must say the same."""
+    if not streamed:
+        status, answer = stub.post(path, **body)
+        assert status == 200, answer
+        assert list(answer["towpath"]) == ["index_capture"]
+        choice = answer["choices"][0]
+        return answer["towpath"]["index_capture"], choice.get("text", (choice.get("message") or {}).get("content"))
+    chunks = stream(stub, path, **body)
+    assert chunks[-1] == "[DONE]"
+    assert all("towpath" not in c for c in chunks[:-2])
+    last = chunks[-2]
+    assert last["choices"] == []
+    assert ("usage" in last) == bool(body.get("stream_options"))
+    text = "".join(ch.get("text") or (ch.get("delta") or {}).get("content") or ""
+                   for c in chunks[:-1] for ch in c["choices"])
+    return last["towpath"]["index_capture"], text
+
+
+def test_capture(_):
+    """What the stub makes up for layers 2 and 4: entry i asked for has rank step + 1 + i * layer of
+    top-k 2, by fp8 keys one better; the prompt's row comes last of all, after the end of the answer."""
+    spans = {"text": "kumquat"}
+    with Stub("capture=1") as stub:
+        status, body = stub.post("/tokenize", **chat("one kumquat two"))
+        n_prompt = body["count"]
+        for streamed in (False, True):
+            for seed in (0, 300, 100000):  # tokens per step: the answer does not depend on it
+                c, text = captured(stub, streamed=streamed, seed=seed, **chat("one kumquat two", index_capture={
+                    "spans": spans, "steps": "all", "shadow": ["fp8"], "lists": True, "expect": "kumquat"}))
+                assert text == "one kumquat two"
+                assert c["prompt_tokens"] == n_prompt and len(c["spans"]) == 1
+                span = c["spans"][0]
+                assert "kumquat" in span["text"] and 0 < span["start"] < span["end"] < n_prompt
+                assert span["entries"] == list(range(span["start"] // 4, (span["end"] - 1) // 4 + 2))
+                assert [s["step"] for s in c["steps"]] == list(range(len(c["steps"]))) and len(c["steps"]) > 3
+                assert [s["phase"] for s in c["steps"]] == ["prefill"] + ["decode"] * (len(c["steps"]) - 1)
+                for s in c["steps"]:
+                    assert isinstance(s["token"], int)
+                    assert [l["layer"] for l in s["layers"]] == [2, 4]
+                    for l in s["layers"]:
+                        assert (l["topk"], l["visible"], l["list"]) == (2, 100000, [0, 1])
+                        ranks = [s["step"] + 1 + i * l["layer"] for i in range(len(span["entries"]))]
+                        assert [e["rank"] for e in l["entries"]] == ranks
+                        assert [e["selected"] for e in l["entries"]] == [r <= 2 for r in ranks]
+                        assert [e["entry"] for e in l["entries"]] == span["entries"]
+                        assert [e["tokens"] for e in l["entries"]] == [[max(0, 4 * e - 4), 4 * e + 4]
+                                                                       for e in span["entries"]]
+                        assert [e["rank"] for e in l["shadow"]["fp8"]["entries"]] == [max(1, r - 1) for r in ranks]
+                assert c["truncated"] is False
+                v = c["verdict"]
+                assert (v["name"], v["best_rank"], v["step"], v["layer"], v["found"]) == ("selected", 1, 0, 2, True), v
+                ids = [s["token"] for s in c["steps"]]
+                status, back = stub.post("/detokenize", tokens=ids)
+                assert back["prompt"] == text, (back, text)
+        # the rows of prefill are waited for, also when a stop string ends the answer
+        for streamed in (False, True):
+            for more in ({}, {"stream_options": {"include_usage": True}} if streamed else {}):
+                c, text = captured(stub, streamed=streamed, stop=[" kum"], index_capture={
+                    "spans": spans, "expect": "kumquat"}, **chat("one kumquat two", **more))
+                assert text == "one", text
+                assert [s["step"] for s in c["steps"]] == [0] and "list" not in c["steps"][0]["layers"][0]
+                assert c["verdict"]["name"] == "downstream" and c["verdict"]["found"] is False
+        # rows of decode alone, too many of them; by step 3 of a rank beyond top-k
+        c, _ = captured(stub, **chat("one kumquat two and much more of it", index_capture={
+            "spans": spans, "steps": "decode", "max_steps": 2}))
+        assert [s["step"] for s in c["steps"]] == [1, 2] and c["truncated"] is True
+        assert c["verdict"]["name"] == "selected" and "found" not in c["verdict"]
+        # a large prompt is checked on the pool; the row may be large as well
+        words = " ".join("word%d" % i for i in range(1200))
+        c, _ = captured(stub, path="/v1/completions", prompt="kumquat " + words, max_tokens=1,
+                        index_capture={"spans": [[0, 1000], {"text": "word777 "}], "steps": "all"})
+        assert len(c["spans"]) == 2 and len(c["steps"][0]["layers"][0]["entries"]) >= 251
+        # more than a stream may leave unsent comes in one piece
+        c, _ = captured(stub, path="/v1/completions", prompt="kumquat " + words, max_tokens=300, streamed=True,
+                        seed=100000, ignore_eos=True,
+                        index_capture={"spans": [[0, 2000]], "steps": "all", "max_steps": 300})
+        assert len(json.dumps(c)) > 5 << 20 and c["truncated"] is True, len(json.dumps(c))
+        # wrong asks
+        for ask, param, says in (
+                ({"spans": [[0, 10000]]}, ".spans", "has %d tokens" % n_prompt),
+                ({"spans": {"text": "walnut"}}, ".spans", "not in the encoded prompt"),
+                ({"spans": {"text": "one"}}, ".spans", None),
+                ({"spans": {"text": "o"}}, ".spans", "times in the encoded prompt"),
+                ({"spans": [[0, 1]], "layers": [3]}, ".layers", "layers with an indexer: 2, 4"),
+                ({"spans": [[0, 1]], "steps": "none"}, ".steps", "prefill_last"),
+                ({}, ".spans", "missing"), ("all", "", "a string")):
+            status, body = stub.post("/v1/chat/completions", index_capture=ask, **chat("one kumquat two"))
+            if says is None:
+                assert status == 200, body
+                continue
+            e = body["error"]
+            assert status == 400 and e["code"] == "invalid_index_capture", (ask, body)
+            assert e["param"] == "index_capture" + param and says in e["message"], (ask, e)
+        status, body = stub.post("/v1/chat/completions", n=2, index_capture={"spans": [[0, 1]]}, **chat("x"))
+        assert status == 400 and body["error"]["param"] == "index_capture", body
+        # a client that goes, and a worker that fails
+        s = start_stream(stub, chat("one kumquat two", seed=1, index_capture={"spans": spans}))
+        wait_for("running", lambda: stub.metric("stub_running") == 1)
+        s.close()
+        wait_for("cancelled", lambda: stub.metric("stub_running") == 0)
+        status, body = stub.post("/v1/chat/completions", seed=3, index_capture={"spans": spans},
+                                 **chat("one kumquat two"))
+        assert status == 502, body
+
+
 def main():
     only = sys.argv[2] if len(sys.argv) > 2 else ""
     tests = [(k, v) for k, v in sorted(globals().items()) if k.startswith("test_") and only in k]

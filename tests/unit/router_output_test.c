@@ -271,7 +271,7 @@ static void test_response__numbers_are_finite_and_json_is_strict(void **state)
         rtr_output_finish(o, RTR_FINISH_STOP);
         struct tow_buf b;
         tow_buf_init(&b, 0);
-        rtr_put_answer(&b, tok, a, &o);
+        rtr_put_answer(&b, tok, a, &o, NULL);
         struct json *j = NULL;
         struct tow_err err = {0};
         if (json_parse(&j, b.data, b.len, NULL, &err) < 0) fail_msg("%s in %s", err.msg, b.data);

@@ -620,6 +620,260 @@ static void test_route__prefill_that_fails_behind_a_stream_does_not_disturb_it(v
     teardown(&w);
 }
 
+/* --- captures --------------------------------------------------------------------------------- */
+
+static void ask_capture(struct world *w, bool shadow)
+{
+    static uint8_t bytes[64];
+    static const uint32_t entries[2] = {1, 2};
+    struct wire_writer out = {.data = bytes, .cap = sizeof bytes};
+    struct wire_capture c = {.steps = WIRE_CAPTURE_ALL,
+                             .shadow = shadow ? 1 : 0,
+                             .max_steps = 8,
+                             .entries = {entries, 2}};
+    wire_put_capture(&out, &c);
+    w->req.capture = bytes;
+    w->req.capture_bytes = (uint32_t)out.len;
+    w->req.capture_shadow = shadow;
+}
+
+static void captured(struct world *w, uint64_t conn, struct wire_ticket t, uint32_t step)
+{
+    struct wire_msg m = {.type = WIRE_CAPTURED_MSG};
+    m.captured.ticket = t;
+    m.captured.step = step;
+    m.captured.layer = 4;
+    m.captured.row = (struct wire_bytes){"row", 3};
+    message(w, conn, &m);
+}
+
+/* A captured request whose tokens have all come, and whose prefill has not had its last word. */
+static struct wire_ticket stream_captured(struct world *w, struct rtr_job **job)
+{
+    struct rtr_refusal f;
+    setup(w);
+    join_prefill(w);
+    join_decode(w, D1, "d1");
+    ask_capture(w, false);
+    assert_int_equal(submit(w, 1, 10, 6, job, &f), 0);
+    const struct wire_reserve *r = &sent(w, WIRE_RESERVE_MSG)->msg.reserve;
+    struct wire_ticket t = r->ticket;
+    assert_int_equal(r->capture.len, w->req.capture_bytes);
+    assert_memory_equal(r->capture.data, w->req.capture, r->capture.len);
+    grant(w, D1, t);
+    assert_int_equal(sent(w, WIRE_PREFILL_MSG)->msg.prefill.capture.len, w->req.capture_bytes);
+    tokens(w, D1, t, 0, 6);
+    return t;
+}
+
+static void ends_with_nothing_left(struct world *w)
+{
+    struct rtr_route_stats s;
+    rtr_route_stats(w->route, &s);
+    assert_int_equal(s.tickets, 0);
+    assert_int_equal(s.finished, 1);
+    assert_int_equal(s.failed + s.cancelled + s.retries, 0);
+    assert_int_equal(s.streaming, 0);
+    assert_int_equal(worker(w, "d1")->total_failures + worker(w, "p1")->total_failures, 0);
+    assert_int_equal(worker(w, "d1")->tickets + worker(w, "p1")->tickets, 0);
+    teardown(w);
+}
+
+static void test_route__captured_answer_waits_for_the_rows_of_prefill(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct wire_ticket t = stream_captured(&w, &job);
+    captured(&w, D1, t, 1);
+    assert_non_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    finish(&w, D1, t, 6, true);
+    assert_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+    captured(&w, P1, t, 0);
+    struct rtr_action *c = nth(&w, RTR_DO_CAPTURED, 0, 0, 0);
+    assert_true(c->job == job && c->cookie == &w);
+    assert_int_equal(c->msg.captured.step, 0);
+    done(&w, t);
+    assert_int_equal(nth(&w, RTR_DO_FINISH, 0, 0, 0)->reason, RTR_FINISH_LENGTH);
+    captured(&w, P1, t, 0); /* its last word was said */
+    assert_int_equal(w.acts.n, 0);
+    ends_with_nothing_left(&w);
+}
+
+/* Whatever ends the waiting, the answer is whole and comes out as it is. */
+static void test_route__captured_answer_ends_without_rows_that_never_come(void **state)
+{
+    (void)state;
+    enum { FAILED, CANCELLED, DENIED, LOST, LATE, WAYS };
+    for (int way = 0; way < WAYS; way++) {
+        struct world w;
+        struct rtr_job *job;
+        struct wire_ticket t = stream_captured(&w, &job);
+        finish(&w, D1, t, 6, true);
+        assert_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+        switch (way) {
+        case FAILED: failed(&w, P1, t, TOW_EPEER); break;
+        case CANCELLED: cancelled(&w, P1, t); break;
+        case DENIED: deny(&w, P1, t, TOW_EINVAL); break;
+        case LOST: event(&w, RTR_ON_CLOSED, P1); break;
+        case LATE:
+            for (int i = 0; i < 31 && !nth(&w, RTR_DO_FINISH, 0, 0, 0); i++) {
+                w.now += 1000;
+                beat(&w, P1);
+                beat(&w, D1);
+                event(&w, RTR_ON_TICK, 0);
+            }
+            break;
+        }
+        assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+        assert_null(nth(&w, RTR_DO_FAIL, 0, 0, 0));
+        if (way == LATE) {
+            assert_non_null(nth(&w, RTR_DO_SEND, WIRE_CANCEL_MSG, P1, 0));
+            cancelled(&w, P1, t);
+        }
+        if (way == LOST) {
+            struct rtr_route_stats s;
+            rtr_route_stats(w.route, &s);
+            assert_int_equal(s.tickets, 0);
+            assert_int_equal(s.finished, 1);
+            teardown(&w);
+        } else {
+            ends_with_nothing_left(&w);
+        }
+    }
+}
+
+static void test_route__stop_string_of_a_captured_answer_waits_too(void **state)
+{
+    (void)state;
+    for (int finished = 0; finished < 2; finished++) {
+        struct world w;
+        struct rtr_job *job;
+        struct wire_ticket t = stream_captured(&w, &job);
+        rtr_actions_clear(&w.acts);
+        assert_false(rtr_route_cancel_choice(w.route, job, 0, w.now, &w.acts));
+        assert_non_null(nth(&w, RTR_DO_SEND, WIRE_CANCEL_MSG, D1, 0));
+        assert_null(nth(&w, RTR_DO_SEND, WIRE_CANCEL_MSG, P1, 0));
+        assert_false(rtr_job_deaf(job));
+        if (finished)
+            finish(&w, D1, t, 6, true); /* it was under way */
+        else
+            cancelled(&w, D1, t);
+        assert_int_equal(w.acts.n, 0);
+        captured(&w, P1, t, 0);
+        assert_non_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+        done(&w, t);
+        assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+        ends_with_nothing_left(&w);
+    }
+    /* Prefill has said its last word: nothing to wait for. */
+    struct world w;
+    struct rtr_job *job;
+    struct wire_ticket t = stream_captured(&w, &job);
+    done(&w, t);
+    rtr_actions_clear(&w.acts);
+    assert_true(rtr_route_cancel_choice(w.route, job, 0, w.now, &w.acts));
+    assert_true(rtr_job_deaf(job));
+    cancelled(&w, D1, t);
+    ends_with_nothing_left(&w);
+}
+
+static void test_route__client_that_goes_while_rows_are_awaited_leaves_nothing(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_route_stats s;
+    struct wire_ticket t = stream_captured(&w, &job);
+    finish(&w, D1, t, 6, true);
+    rtr_actions_clear(&w.acts);
+    rtr_route_cancel(w.route, job, w.now, &w.acts);
+    assert_non_null(nth(&w, RTR_DO_SEND, WIRE_CANCEL_MSG, P1, 0));
+    cancelled(&w, P1, t);
+    rtr_route_stats(w.route, &s);
+    assert_int_equal(s.tickets, 0);
+    assert_int_equal(s.cancelled, 1);
+    assert_int_equal(s.finished, 0);
+    teardown(&w);
+}
+
+/* The ask goes along when a stream goes on elsewhere; its entries are of the prompt, which leads. */
+static void test_route__capture_goes_along_to_another_worker(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    join_decode(&w, D2, "d2");
+    ask_capture(&w, false);
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    uint64_t first = sent(&w, WIRE_RESERVE_MSG)->conn, second = first == D1 ? D2 : D1;
+    struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    grant(&w, first, t);
+    tokens(&w, first, t, 0, 4);
+    event(&w, RTR_ON_CLOSED, first);
+    struct rtr_action *r = sent(&w, WIRE_RESERVE_MSG);
+    assert_int_equal(r->msg.reserve.capture.len, w.req.capture_bytes);
+    struct wire_ticket again = r->msg.reserve.ticket;
+    grant(&w, second, again);
+    assert_int_equal(sent(&w, WIRE_PREFILL_MSG)->msg.prefill.capture.len, w.req.capture_bytes);
+    captured(&w, P1, t, 0); /* of the attempt given up */
+    assert_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    captured(&w, second, again, 5);
+    assert_non_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    captured(&w, second, again, 7); /* there is no such output */
+    assert_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    teardown(&w);
+}
+
+/* A request without a capture is told nothing, whatever a worker sends. */
+static void test_route__rows_nobody_asked_for_are_dropped(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    assert_int_equal(sent(&w, WIRE_RESERVE_MSG)->msg.reserve.capture.len, 0);
+    grant(&w, D1, t);
+    tokens(&w, D1, t, 0, 6);
+    captured(&w, D1, t, 1);
+    assert_int_equal(w.acts.n, 0);
+    finish(&w, D1, t, 6, true);
+    assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0)); /* and it does not wait */
+    teardown(&w);
+}
+
+/* Pages are 4 tokens and each worker has 100: a companion for each halves what fits. */
+static void test_route__shadow_keys_take_twice_the_pages(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    uint32_t before = worker(&w, "d1")->held_pages;
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    uint32_t plain = worker(&w, "d1")->held_pages - before;
+    ask_capture(&w, true);
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    assert_int_equal(worker(&w, "d1")->held_pages - before, 3 * plain);
+    assert_int_equal(submit(&w, 1, 220, 6, &job, &f), TOW_EINVAL); /* 57 pages, twice */
+    assert_non_null(strstr(f.err.msg, "index_capture.shadow"));
+    ask_capture(&w, false);
+    assert_int_equal(submit(&w, 1, 220, 6, &job, &f), 0);
+    teardown(&w);
+}
+
 /* RT-06, KV-04: tokens that do not follow on are not passed on. */
 static void test_route__gap_in_the_tokens_goes_elsewhere(void **state)
 {
@@ -706,6 +960,13 @@ int main(void)
         cmocka_unit_test(test_route__short_prompts_never_wait_for_long_ones_and_starve_none),
         cmocka_unit_test(test_route__stream_goes_on_elsewhere_after_loss_of_decode),
         cmocka_unit_test(test_route__prefill_that_fails_behind_a_stream_does_not_disturb_it),
+        cmocka_unit_test(test_route__captured_answer_waits_for_the_rows_of_prefill),
+        cmocka_unit_test(test_route__captured_answer_ends_without_rows_that_never_come),
+        cmocka_unit_test(test_route__stop_string_of_a_captured_answer_waits_too),
+        cmocka_unit_test(test_route__client_that_goes_while_rows_are_awaited_leaves_nothing),
+        cmocka_unit_test(test_route__capture_goes_along_to_another_worker),
+        cmocka_unit_test(test_route__rows_nobody_asked_for_are_dropped),
+        cmocka_unit_test(test_route__shadow_keys_take_twice_the_pages),
         cmocka_unit_test(test_route__gap_in_the_tokens_goes_elsewhere),
         cmocka_unit_test(test_route__silence_makes_suspect_then_dead_and_drain_ends),
     };
