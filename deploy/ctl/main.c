@@ -3,6 +3,7 @@
 #include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
 #include "deploy/ctl/status.h"
+#include "deploy/ctl/verify.h"
 
 #include <stdio.h>
 #include <string.h>
@@ -16,6 +17,8 @@ static const struct {
     {"status", "show whether the router serves, and its workers", ctl_status_main},
     {"drain", "give a worker no new work and wait until it has gone", ctl_drain_main},
     {"chat", "ask the served model; the answer as it comes", ctl_chat_main},
+    {"verify", "three standing checks: tools, a told secret, a value among 8K tokens",
+     ctl_verify_main},
 };
 
 int main(int argc, char **argv)
