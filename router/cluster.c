@@ -319,10 +319,10 @@ static bool ready(void *self, const char **why)
     return rtr_route_ready(c->route, now_ms(c), why);
 }
 
-static uint32_t context_length(void *self, bool shadow)
+static uint32_t context_length(void *self)
 {
     struct rtr_cluster *c = self;
-    return rtr_route_context(c->route, shadow);
+    return rtr_route_context(c->route);
 }
 
 /* One end's view of its link to worker k: the proof, and what it found. */

@@ -2,6 +2,7 @@
 #include "deploy/ctl/chat.h"
 #include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
+#include "deploy/ctl/needle.h"
 #include "deploy/ctl/status.h"
 #include "deploy/ctl/verify.h"
 
@@ -19,6 +20,8 @@ static const struct {
     {"chat", "ask the served model; the answer as it comes", ctl_chat_main},
     {"verify", "three standing checks: tools, a told secret, a value among 8K tokens",
      ctl_verify_main},
+    {"needle", "sweep of recall over lengths, depths, texts, key types, top-k; heat map",
+     ctl_needle_main},
 };
 
 int main(int argc, char **argv)

@@ -256,9 +256,9 @@ static bool ready(void *self, const char **why)
     return ((struct stub *)self)->ready;
 }
 
-static uint32_t context_length(void *self, bool shadow)
+static uint32_t context_length(void *self)
 {
-    return ((struct stub *)self)->context >> shadow;
+    return ((struct stub *)self)->context;
 }
 
 static void workers_json(void *self, struct tow_buf *out)
