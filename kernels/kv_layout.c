@@ -147,6 +147,7 @@ static void lay_shadows(struct kern_kv_layout *l)
     for (int32_t i = 0; i < l->spec.n_layers; i++) {
         struct kern_kv_layer *y = &l->layer[i];
         for (int s = 0; y->index_bytes && s < KERN_SHADOWS; s++) {
+            if (kern_shadow_fmt((enum kern_shadow)s) == l->spec.ik_fmt) continue;
             y->shadow_off[s] = at;
             at += kern_ik_rows_bytes(kern_shadow_fmt((enum kern_shadow)s), l->spec.index_dim,
                                      y->per_page);

@@ -49,7 +49,8 @@ struct kern_kv_layer {
     int64_t window_off, window_bytes; /* in the tail: window rows, slot = position mod window */
     int64_t mstate_off, mstate_bytes; /* in the tail: main compressor state, f32 */
     int64_t istate_off, istate_bytes; /* in the tail: index compressor state, f32 */
-    int64_t shadow_off[KERN_SHADOWS]; /* in a companion page: index keys of each shadow type */
+    int64_t shadow_off[KERN_SHADOWS]; /* in a companion page: index keys of each shadow type but the
+                                       * selecting one, whose keys are in the page itself */
 };
 
 struct kern_kv_layout {

@@ -20,12 +20,14 @@ static inline const uint8_t *kern_entry_part(const uint8_t *pages, const struct 
     *row = e % y->per_page;
     return pages + page * l->page_bytes + (index ? y->index_off : y->main_off);
 }
-/* The same for the keys of a shadow type; q is shadowed. */
+/* The same for the keys of a shadow type; q is shadowed. The selecting type has no second copy. */
 static inline const uint8_t *kern_shadow_part(const uint8_t *pages, const struct kern_kv_layout *l,
                                               int32_t layer, enum kern_shadow s,
                                               const struct kern_seq *q, int64_t e, int64_t *row)
 {
     const struct kern_kv_layer *y = &l->layer[layer];
+    if (kern_shadow_fmt(s) == l->spec.ik_fmt)
+        return kern_entry_part(pages, l, layer, true, q, e, row);
     int64_t page = q->page_ids[e / y->per_page * 2 + 1];
     *row = e % y->per_page;
     return pages + page * l->page_bytes + y->shadow_off[s];

@@ -185,8 +185,8 @@ static void index_round(float *r, int32_t w, enum kern_ik_fmt fmt)
     if (fmt == KERN_IK_FP8) kern_row_e4m3(r, w, w, r);
 }
 
-/* The finished key r, not rounded for storage yet, to the companion page in each shadow type; tmp
- * holds e floats. */
+/* The finished key r, not rounded for storage yet, to the companion page in each type but the
+ * selecting one; tmp holds ep floats. */
 static void shadow_rows(const struct job *j, const struct kern_seq *q, int64_t entry,
                         const float *r, float *tmp)
 {
@@ -194,6 +194,7 @@ static void shadow_rows(const struct job *j, const struct kern_seq *q, int64_t e
     int64_t row;
     for (int s = 0; s < KERN_SHADOWS; s++) {
         enum kern_ik_fmt fmt = kern_shadow_fmt((enum kern_shadow)s);
+        if (fmt == p->layout->spec.ik_fmt) continue;
         uint8_t *part = (uint8_t *)(uintptr_t)kern_shadow_part(p->pages, p->layout, p->layer,
                                                                (enum kern_shadow)s, q, entry, &row);
         memcpy(tmp, r, (size_t)j->ep * 4);

@@ -78,6 +78,84 @@ static void test_kv_layout__parts_tile_the_page_and_the_tail(void **state)
         }
 }
 
+/* Workers of other builds read these bytes: a change needs a new KERN_KV_LAYOUT_VERSION. */
+static void test_kv_layout__version_1_stays_as_it_is(void **state)
+{
+    /* of a page, of a tail; where layer 42 has its index keys and its index compressor */
+    static const int64_t want[3][4][4] = {{{905216, 4554752, 897536, 4402432},
+                                           {991232, 4554752, 979456, 4402432},
+                                           {1155072, 4554752, 1138176, 4402432},
+                                           {1499136, 4554752, 1465856, 4402432}},
+                                          {{1511424, 7032832, 1504256, 6824192},
+                                           {1597440, 7032832, 1586176, 6824192},
+                                           {1761280, 7032832, 1744896, 6824192},
+                                           {2105344, 7032832, 2072576, 6824192}},
+                                          {{2928640, 12800000, 2921472, 12460288},
+                                           {3014656, 12800000, 3003392, 12460288},
+                                           {3178496, 12800000, 3162112, 12460288},
+                                           {3522560, 12800000, 3489792, 12460288}}};
+    struct kern_kv_layout l;
+    struct kern_kv_spec s = flash();
+    (void)state;
+    assert_int_equal(KERN_KV_LAYOUT_VERSION, 1);
+    for (int kv = 0; kv < 3; kv++)
+        for (int ik = 0; ik < 4; ik++) {
+            s.kv_fmt = (enum kern_kv_fmt)kv, s.ik_fmt = (enum kern_ik_fmt)ik;
+            assert_int_equal(kern_kv_layout_init(&l, &s, NULL), 0);
+            assert_int_equal(l.page_bytes, want[kv][ik][0]);
+            assert_int_equal(l.tail_bytes, want[kv][ik][1]);
+            assert_int_equal(l.layer[42].index_off, want[kv][ik][2]);
+            assert_int_equal(l.layer[42].istate_off, want[kv][ik][3]);
+        }
+}
+
+static void check_companion(const struct kern_kv_layout *l)
+{
+    int64_t end = 0;
+    for (int i = 0; i < l->spec.n_layers; i++)
+        for (int s = 0; l->layer[i].index_bytes && s < KERN_SHADOWS; s++) {
+            const enum kern_ik_fmt fmt = kern_shadow_fmt((enum kern_shadow)s);
+            if (fmt == l->spec.ik_fmt) continue; /* in the page itself */
+            assert_int_equal(l->layer[i].shadow_off[s], (end + 255) / 256 * 256);
+            end = l->layer[i].shadow_off[s] +
+                  kern_ik_rows_bytes(fmt, l->spec.index_dim, l->layer[i].per_page);
+        }
+    assert_true(end > 0 && end <= l->shadow_bytes && l->shadow_bytes <= l->page_bytes);
+}
+
+static void test_kv_layout__companions_hold_the_other_types(void **state)
+{
+    struct kern_kv_layout l;
+    struct kern_kv_spec s = flash();
+    (void)state;
+    for (int kv = 0; kv < 3; kv++)
+        for (int ik = 0; ik < 4; ik++) {
+            s.kv_fmt = (enum kern_kv_fmt)kv, s.ik_fmt = (enum kern_ik_fmt)ik;
+            assert_int_equal(kern_kv_layout_init(&l, &s, NULL), 0);
+            if (ik == KERN_IK_F32)
+                assert_int_equal(l.shadow_bytes, 0);
+            else
+                check_companion(&l);
+        }
+    /* The demo model's widths. */
+    struct kern_kv_spec demo = {.n_layers = 7,
+                                .ratios = {0, 0, 4, 128, 4, 128, 4},
+                                .head_dim = 256,
+                                .rope_dim = 64,
+                                .window = 128,
+                                .index_dim = 128};
+    assert_int_equal(kern_kv_layout_init(&l, &demo, NULL), 0);
+    check_companion(&l);
+    /* Main entries of 128 values in fp8 are smaller than keys in the other types. */
+    demo.head_dim = 128;
+    assert_int_equal(kern_kv_layout_init(&l, &demo, NULL), 0);
+    assert_int_equal(l.shadow_bytes, 0);
+    /* No indexer, nothing to keep. */
+    memset(demo.ratios, 0, sizeof demo.ratios);
+    assert_int_equal(kern_kv_layout_init(&l, &demo, NULL), 0);
+    assert_int_equal(l.shadow_bytes, 0);
+}
+
 static void test_kv_layout__page_tokens_follow_the_ratios(void **state)
 {
     struct kern_kv_layout l;
@@ -186,6 +264,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_kv_layout__sizes_are_those_of_the_model),
         cmocka_unit_test(test_kv_layout__parts_tile_the_page_and_the_tail),
+        cmocka_unit_test(test_kv_layout__version_1_stays_as_it_is),
+        cmocka_unit_test(test_kv_layout__companions_hold_the_other_types),
         cmocka_unit_test(test_kv_layout__page_tokens_follow_the_ratios),
         cmocka_unit_test(test_kv_layout__no_compression_is_one_part),
         cmocka_unit_test(test_kv_layout__bad_fields_are_named),
