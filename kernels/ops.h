@@ -168,22 +168,26 @@ struct kern_index_select {
     int64_t sel_ld;      /* >= the largest topk of seqs */
     float *scores;       /* NULL, or [T, score_ld]: every score, -inf where not visible */
     int64_t score_ld;
+    const int32_t *score_rows; /* NULL, or the rows whose scores are kept, ascending: */
+    int32_t n_score_rows;      /* then scores is [n_score_rows, score_ld] */
     float *margin; /* NULL, or [T]: k-th minus (k+1)-th score, +inf if none is rejected */
     enum kern_dtype act;
 };
 
 /* Where entries stand among all that one row sees: rank 1 is the highest score, of equals the lower
- * entry comes first, so an entry is selected exactly when its rank is at most seq->topk. Counts, in
- * one pass over the scores, which never leave the device. */
+ * entry comes first, NaN ranks below everything, so an entry is selected exactly when its rank is at
+ * most seq->topk. Counts in one pass over the scores, which never leave the device: those that
+ * index_select has left for the row, or else its own, made of q and keys of any type. */
 enum { KERN_KEYS_OWN = -1 };
 struct kern_rank {
     int32_t rank, equal; /* equal: other visible entries with the same score */
     float score;
 };
 struct kern_index_rank {
-    const void *q;  /* [T, H, w] act, prepared for the type of the keys (kern_index_query) */
-    const void *wt; /* [T, H] act */
-    float factor;   /* w^-0.5 * H^-0.5 */
+    const float *scores; /* NULL, or the row's by its own keys: then q and wt are not read */
+    const void *q;       /* [T, H, w] act, prepared for the type of the keys (kern_index_query) */
+    const void *wt;      /* [T, H] act */
+    float factor;        /* w^-0.5 * H^-0.5 */
     const uint8_t *pages;
     const struct kern_kv_layout *layout;
     int32_t layer;
@@ -283,9 +287,16 @@ struct kern_mtp_mix {
 #define KERN_OPS(X)                                                                                \
     X(embed)                                                                                       \
     X(rmsnorm)                                                                                     \
-    X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope) X(kv_prep) X(window_store)   \
-        X(compress) X(index_query) X(index_select) X(index_rank) X(attention) X(route) X(moe)      \
-            X(swiglu) X(add) X(mtp_mix)
+    X(linear)                                                                                      \
+    X(hc_collapse)                                                                                 \
+    X(hc_expand)                                                                                   \
+    X(rope_table)                                                                                  \
+    X(heads_rope)                                                                                  \
+    X(kv_prep)                                                                                     \
+    X(window_store)                                                                                \
+    X(compress)                                                                                    \
+    X(index_query)                                                                                 \
+    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)
 
 struct kern_ops {
     const char *name;

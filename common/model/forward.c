@@ -31,6 +31,7 @@ struct scratch {
     void *capture_q;                /* [Hi * wi] act: one row's queries for a shadow type */
     struct kern_rank *ranks;        /* [1 + KERN_SHADOWS, MODEL_CAPTURE_ENTRIES] */
     float *border;                  /* [1 + KERN_SHADOWS, 2] */
+    int32_t *score_rows;            /* [R]: rows whose scores a capture needs */
     void *o_low;                    /* [R, G, o_lora] */
     float *gate;                    /* [R, E] */
     int32_t *experts;               /* [R, k] */
@@ -98,6 +99,7 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     k->ranks =
         kern_dev_alloc(m->dev, (1 + KERN_SHADOWS) * MODEL_CAPTURE_ENTRIES * sizeof *k->ranks);
     k->border = kern_dev_alloc(m->dev, (1 + KERN_SHADOWS) * 2 * sizeof *k->border);
+    k->score_rows = rows(m, 1, f, &bad);
     bad = bad || !k->capture_q || !k->ranks || !k->border;
     k->o_low = rows(m, (int64_t)s->o_groups * s->o_lora, a, &bad);
     k->gate = rows(m, s->E, f, &bad);
@@ -119,11 +121,12 @@ static void free_scratch(struct model *m)
 {
     struct scratch *k = &m->s;
     void *all[] = {
-        k->h,      k->x,      k->y,      k->post,   k->comb,     k->pos,         k->cos[0],
-        k->cos[1], k->sin[0], k->sin[1], k->qr,     k->q,        k->o,           k->kv,
-        k->ckv,    k->cgate,  k->iq,     k->iwt,    k->selected, k->n_selected,  k->capture_q,
-        k->ranks,  k->border, k->o_low,  k->gate,   k->experts,  k->weights,     k->margin,
-        k->routed, k->sg,     k->su,     k->shared, k->mtp_in,   m->inv_freq[0], m->inv_freq[1]};
+        k->h,        k->x,          k->y,         k->post,    k->comb,        k->pos,
+        k->cos[0],   k->cos[1],     k->sin[0],    k->sin[1],  k->qr,          k->q,
+        k->o,        k->kv,         k->ckv,       k->cgate,   k->iq,          k->iwt,
+        k->selected, k->n_selected, k->capture_q, k->ranks,   k->border,      k->score_rows,
+        k->o_low,    k->gate,       k->experts,   k->weights, k->margin,      k->routed,
+        k->sg,       k->su,         k->shared,    k->mtp_in,  m->inv_freq[0], m->inv_freq[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(m->dev, all[i]);
 }
 
@@ -370,8 +373,8 @@ static void compress(struct pass *p, int32_t at, const struct model_compressor *
        .act = m->act);
 }
 
-/* Scores of every visible entry of every row: [T, n], for a capture only. */
-static float *score_rows(struct pass *p, int64_t *n)
+/* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures. */
+static float *score_rows(struct pass *p, int32_t n_rows, int64_t *n)
 {
     int64_t most = 0;
     for (int32_t i = 0; i < p->b->n_seqs; i++) {
@@ -379,17 +382,20 @@ static float *score_rows(struct pass *p, int64_t *n)
         if (e > most) most = e;
     }
     *n = most;
-    if (most == 0) return NULL;
-    float *scores = kern_dev_alloc(p->m->dev, (size_t)(most * p->T) * sizeof(float));
+    if (most == 0 || n_rows == 0) return NULL;
+    float *scores = kern_dev_alloc(p->m->dev, (size_t)(most * n_rows) * sizeof(float));
     if (!scores && p->rc == 0) p->rc = TOW_ENOMEM;
     return scores;
 }
 
-static bool captured(const struct model_capture *c, int32_t layer)
+/* Whether sequence i is captured in this layer; MTP layers never are. */
+static bool captured(const struct pass *p, int32_t i, int32_t layer)
 {
+    const struct model_capture *c = p->b->captures ? p->b->captures[i] : NULL;
+    if (!c || layer >= p->m->w->shape.n_layers) return false;
     if (c->n_layers == 0) return true;
-    for (int32_t i = 0; i < c->n_layers; i++)
-        if (c->layers[i] == layer) return true;
+    for (int32_t k = 0; k < c->n_layers; k++)
+        if (c->layers[k] == layer) return true;
     return false;
 }
 
@@ -398,11 +404,21 @@ static float index_factor(const struct model_shape *s)
     return (float)(1.0 / sqrt((double)s->index_dim) / sqrt((double)s->index_heads));
 }
 
-/* Ranks by keys of one type. Queries for a shadow type are made anew from the row's latent: the same
- * bits as the row's own had before they were rounded. */
+/* The last rows of the captured sequences, to s.score_rows; how many. */
+static int32_t captured_rows(struct pass *p, int32_t layer)
+{
+    int32_t n = 0;
+    for (int32_t i = 0; p->b->captures && i < p->b->n_seqs; i++)
+        if (captured(p, i, layer))
+            p->m->s.score_rows[n++] = p->b->seqs[i].row0 + p->b->seqs[i].n_rows - 1;
+    return n;
+}
+
+/* Ranks by keys of one type, own ones by the scores where there are any. Queries for a shadow type
+ * are made anew from the row's latent: the same bits as the row's own had before they were rounded. */
 static void rank(struct pass *p, int32_t at, const struct model_layer *L,
-                 const struct kern_seq *row, const int32_t *entries, int32_t n, int keys,
-                 struct model_ranks *out)
+                 const struct kern_seq *row, const float *scores, const int32_t *entries, int32_t n,
+                 int keys, struct model_ranks *out)
 {
     struct model *m = p->m;
     const struct model_shape *s = &m->w->shape;
@@ -423,19 +439,34 @@ static void rank(struct pass *p, int32_t at, const struct model_layer *L,
         q.row0 = 0;
         T = 1;
     }
-    OP(p, index_rank, .q = iq, .wt = wt, .factor = index_factor(s), .pages = p->b->pages,
-       .layout = &m->layout, .layer = at, .seq = &q, .T = T, .H = s->index_heads, .keys = keys,
-       .entries = entries, .n_entries = n, .ranks = ranks, .kth = border, .next = border + 1,
-       .act = m->act);
+    OP(p, index_rank, .scores = scores, .q = iq, .wt = wt, .factor = index_factor(s),
+       .pages = p->b->pages, .layout = &m->layout, .layer = at, .seq = &q, .T = T,
+       .H = s->index_heads, .keys = keys, .entries = entries, .n_entries = n, .ranks = ranks,
+       .kth = border, .next = border + 1, .act = m->act);
     *out = (struct model_ranks){ranks, border[0], border[1]};
 }
 
-static void capture(struct pass *p, int32_t at, const struct model_layer *L)
+static void rank_shadows(struct pass *p, int32_t at, const struct model_layer *L,
+                         const struct kern_seq *row, struct model_capture_row *out)
+{
+    for (int s = 0; s < KERN_SHADOWS; s++) {
+        if (!(out->shadow >> s & 1)) continue;
+        if (kern_shadow_fmt((enum kern_shadow)s) == p->m->opt.ik_fmt)
+            out->shadows[s] = out->own;
+        else
+            rank(p, at, L, row, NULL, out->entries, out->n_entries, s, &out->shadows[s]);
+    }
+}
+
+/* scores: NULL (nothing is visible), or rows ld apart: all if every, else those of the captured. */
+static void capture(struct pass *p, int32_t at, const struct model_layer *L, const float *scores,
+                    int64_t ld, bool every)
 {
     struct model *m = p->m;
+    int32_t n = 0;
     for (int32_t i = 0; i < p->b->n_seqs && p->rc == 0; i++) {
+        if (!captured(p, i, at)) continue;
         const struct model_capture *c = p->b->captures[i];
-        if (!c || !captured(c, at)) continue;
         struct kern_seq row = p->b->seqs[i];
         row.pos0 += row.n_rows - 1;
         row.row0 += row.n_rows - 1;
@@ -447,10 +478,10 @@ static void capture(struct pass *p, int32_t at, const struct model_layer *L)
                                         .shadow = c->shadow};
         while (out.n_entries < c->n_entries && c->entries[out.n_entries] < out.n_visible)
             out.n_entries++;
-        rank(p, at, L, &row, c->entries, out.n_entries, KERN_KEYS_OWN, &out.own);
-        for (int s = 0; s < KERN_SHADOWS; s++)
-            if (c->shadow >> s & 1)
-                rank(p, at, L, &row, c->entries, out.n_entries, s, &out.shadows[s]);
+        const float *own = scores ? scores + (every ? row.row0 : n) * ld : NULL;
+        n++;
+        rank(p, at, L, &row, own, c->entries, out.n_entries, KERN_KEYS_OWN, &out.own);
+        rank_shadows(p, at, L, &row, &out);
         if (c->lists) {
             out.list = m->s.selected + (int64_t)row.row0 * m->opt.max_topk;
             out.n_list = m->s.n_selected[row.row0];
@@ -474,19 +505,21 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     compress(p, at, &L->index_comp, true);
     linear(p, m->s.x, &L->index_proj, m->s.iwt);
     tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
-    float *scores = scored ? score_rows(p, &n_scores) : NULL;
+    const int32_t n_captured = captured_rows(p, at);
+    float *scores = score_rows(p, scored ? p->T : n_captured, &n_scores);
     OP(p, index_select, .q = m->s.iq, .wt = m->s.iwt, .factor = index_factor(s),
        .pages = p->b->pages, .layout = &m->layout, .layer = at, .seqs = p->b->seqs,
        .n_seqs = p->b->n_seqs, .T = p->T, .H = s->index_heads, .selected = m->s.selected,
        .n_selected = m->s.n_selected, .sel_ld = m->opt.max_topk, .scores = scores,
-       .score_ld = n_scores, .margin = scored ? m->s.margin : NULL, .act = m->act);
+       .score_ld = n_scores, .score_rows = scored ? NULL : m->s.score_rows,
+       .n_score_rows = n_captured, .margin = scored ? m->s.margin : NULL, .act = m->act);
     if (scored) {
         if (scores) tap(p, at, "index_scores", MODEL_ELEM_F32, scores, n_scores);
         tap(p, at, "index_margin", MODEL_ELEM_F32, m->s.margin, 1);
-        kern_dev_free(m->dev, scores);
     }
     tap(p, at, "index_selected", MODEL_ELEM_I32, m->s.selected, m->opt.max_topk);
-    if (p->b->captures && at < s->n_layers) capture(p, at, L);
+    if (n_captured) capture(p, at, L, scores, n_scores, scored);
+    kern_dev_free(m->dev, scores);
 }
 
 /* s.x -> s.y; at = place in the layout. */

@@ -1,4 +1,4 @@
-/* kernels/attn/attn.c - shape contracts of index_query, index_select and attention. */
+/* kernels/attn/attn.c - shape contracts of index_query, index_select, index_rank and attention. */
 #include "common/base/err.h"
 #include "kernels/kvpack/kvpack.h"
 #include "kernels/ops.h"
@@ -31,6 +31,10 @@ int kern_index_select_check(const struct kern_index_select *p)
         if (q->topk < 1 || q->topk > p->sel_ld) return TOW_EINVAL;
         if (p->scores && p->score_ld < n) return TOW_EINVAL;
     }
+    for (int32_t i = 0; p->score_rows && i < p->n_score_rows; i++)
+        if (p->score_rows[i] < 0 || p->score_rows[i] >= p->T ||
+            (i && p->score_rows[i] <= p->score_rows[i - 1]))
+            return TOW_EINVAL;
     return p->q && p->wt && p->pages && p->selected && p->n_selected ? 0 : TOW_EINVAL;
 }
 
@@ -46,7 +50,8 @@ int kern_index_rank_check(const struct kern_index_rank *p)
     int64_t n = (q->pos0 + 1) / p->layout->layer[p->layer].ratio;
     for (int32_t i = 0; i < p->n_entries; i++)
         if (p->entries[i] < 0 || p->entries[i] >= n) return TOW_EINVAL;
-    return p->q && p->wt && p->pages && p->ranks && p->kth && p->next ? 0 : TOW_EINVAL;
+    if (p->scores ? p->keys != KERN_KEYS_OWN : !p->q || !p->wt || !p->pages) return TOW_EINVAL;
+    return (p->ranks || p->n_entries == 0) && p->kth && p->next ? 0 : TOW_EINVAL;
 }
 
 int kern_attention_check(const struct kern_attention *p)

@@ -6,6 +6,9 @@
  * width (k ascending, one chain each). Round two, per row: the k-th highest score is found by
  * counting digits of the order-preserving integer form of the floats (exact, whatever the values),
  * then one ascending scan takes what is above it and the lowest-numbered of its equals.
+ *
+ * Ranks of single entries need no order at all: stretches of scores are compared with each entry's
+ * and counted, stretches in parallel.
  */
 #include "kernels/cpu/row.h"
 #include "kernels/cpu/team.h"
@@ -192,6 +195,21 @@ static void select_row(const struct kern_index_select *p, int64_t t, const float
     if (p->margin) p->margin[t] = margin;
 }
 
+/* The row of p->scores that belongs to row t; -1: none. */
+static int64_t score_row(const struct kern_index_select *p, int32_t t)
+{
+    if (!p->score_rows) return t;
+    int32_t lo = 0, hi = p->n_score_rows;
+    while (lo < hi) {
+        int32_t mid = lo + (hi - lo) / 2;
+        if (p->score_rows[mid] < t)
+            lo = mid + 1;
+        else
+            hi = mid;
+    }
+    return lo < p->n_score_rows && p->score_rows[lo] == t ? lo : -1;
+}
+
 static void select_part(void *arg, int64_t part, int thread)
 {
     const struct job *j = arg;
@@ -202,8 +220,9 @@ static void select_part(void *arg, int64_t part, int thread)
     int32_t r = (int32_t)(part - b->rows), t = b->row0 + r;
     const float *s = j->scores + b->scores + r * b->n;
     select_row(p, t, s, visible(p, b->q, t), b->q->topk);
-    if (!p->scores) return;
-    float *out = p->scores + t * p->score_ld;
+    int64_t to = p->scores ? score_row(p, t) : -1;
+    if (to < 0) return;
+    float *out = p->scores + to * p->score_ld;
     memcpy(out, s, (size_t)b->n * 4);
     for (int64_t i = b->n; i < p->score_ld; i++) out[i] = -INFINITY;
 }
@@ -251,27 +270,64 @@ struct count_job {
     const struct kern_index_rank *p;
     const float *scores;
     int64_t n;
-    int64_t *above, *equal; /* [parts][entries] */
+    int64_t *before, *equal; /* [parts, n_entries] */
 };
 
-enum { COUNT_PART = 4096 };
+enum { COUNT_PART = 4096 }; /* scores of a stretch: 16 KiB stay in the first-level cache */
 
-/* How many of one stretch of scores stand above each entry asked for, and beside it. */
+static int64_t count_nan(const float *s, int64_t n)
+{
+    int64_t nan = 0;
+    for (int64_t i = 0; i < n; i++) nan += s[i] != s[i];
+    return nan;
+}
+
+/* Of n scores, those above x and those below it; NaN is neither. Exact, as n <= COUNT_PART. */
+static void count(const float *s, int64_t n, float x, int64_t *above, int64_t *below)
+{
+    const v16 own = v_set1(x), one = v_set1(1.0f), none = v_zero();
+    v16 up = none, down = none;
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) {
+        v16 v = v_load(s + i);
+        up = v_add(up, v_sel_lt(own, v, one, none));
+        down = v_add(down, v_sel_lt(v, own, one, none));
+    }
+    *above = (int64_t)v_sum(up), *below = (int64_t)v_sum(down);
+    for (; i < n; i++) {
+        *above += s[i] > x;
+        *below += s[i] < x;
+    }
+}
+
+/* For each entry asked for: how many scores of one stretch go before it, and how many equal it. The
+ * stretch is read from memory once, the entries take turns on it. */
 static void count_part(void *arg, int64_t part, int thread)
 {
     const struct count_job *j = arg;
     const struct kern_index_rank *p = j->p;
-    int64_t i0 = part * COUNT_PART, i1 = j->n - i0 < COUNT_PART ? j->n : i0 + COUNT_PART;
+    const int64_t i0 = part * COUNT_PART, n = j->n - i0 < COUNT_PART ? j->n - i0 : COUNT_PART;
+    const float *s = j->scores + i0;
+    const int64_t nan = count_nan(s, n);
     (void)thread;
     for (int32_t a = 0; a < p->n_entries; a++) {
-        uint32_t own = order_of(j->scores[p->entries[a]]);
-        int64_t above = 0, equal = 0;
-        for (int64_t i = i0; i < i1; i++) {
-            uint32_t u = order_of(j->scores[i]);
-            above += u > own || (u == own && i < p->entries[a]);
-            equal += u == own && i != p->entries[a];
+        const int64_t e = p->entries[a] - i0, lower = e < 0 ? 0 : e < n ? e : n;
+        const float x = j->scores[p->entries[a]];
+        int64_t lower_nan = lower == n ? nan : nan ? count_nan(s, lower) : 0;
+        int64_t above[2], below[2]; /* among the lower entries, among the rest */
+        count(s, lower, x, &above[0], &below[0]);
+        count(s + lower, n - lower, x, &above[1], &below[1]);
+        int64_t lower_equal, equal;
+        if (x != x) {
+            above[0] = lower - lower_nan;
+            above[1] = n - nan - above[0];
+            lower_equal = lower_nan;
+            equal = nan;
+        } else {
+            lower_equal = lower - lower_nan - above[0] - below[0];
+            equal = n - nan - above[0] - above[1] - below[0] - below[1];
         }
-        j->above[part * p->n_entries + a] = above;
+        j->before[part * p->n_entries + a] = above[0] + above[1] + lower_equal;
         j->equal[part * p->n_entries + a] = equal;
     }
 }
@@ -295,7 +351,8 @@ static void border(const float *s, int64_t n, int32_t topk, float *kth, float *n
     }
 }
 
-int KERN_ISA(kern_index_rank)(struct kern_stream *s, const struct kern_index_rank *p)
+/* The row's scores into scratch. */
+static const float *score_one(struct kern_stream *s, const struct kern_index_rank *p, int64_t n)
 {
     const struct kern_index_select select = {.q = p->q,
                                              .wt = p->wt,
@@ -305,33 +362,41 @@ int KERN_ISA(kern_index_rank)(struct kern_stream *s, const struct kern_index_ran
                                              .layer = p->layer,
                                              .seqs = p->seq,
                                              .n_seqs = 1,
-                                             .T = 1,
+                                             .T = p->T,
                                              .H = p->H,
                                              .act = p->act};
-    struct job j = {.p = &select, .keys = p->keys, .w = p->layout->spec.index_dim, .n_blocks = 1};
-    struct block b = {.q = p->seq, .row0 = p->seq->row0, .n_rows = 1};
+    struct block b = {.q = p->seq, .row0 = p->seq->row0, .n_rows = 1, .n = n};
+    struct job j = {
+        .p = &select, .keys = p->keys, .blocks = &b, .w = p->layout->spec.index_dim, .n_blocks = 1};
     j.wp = kern_pad16(j.w);
-    b.n = visible(&select, p->seq, b.row0);
-    int64_t parts = (b.n + COUNT_PART - 1) / COUNT_PART, room = parts * p->n_entries;
-    j.blocks = &b;
     j.scratch = kern_scratch_each(
         s, KERN_SLOT_OP, (size_t)((2 * ENTRIES + p->H) * j.wp + kern_pad16(p->H)) * 4, &j.stride);
-    j.scores = kern_scratch(s, KERN_SLOT_OP3, (size_t)b.n * 4 + 64);
-    struct count_job c = {.p = p, .scores = j.scores, .n = b.n};
-    c.above = kern_scratch(s, KERN_SLOT_OP2, (size_t)room * 16 + 64);
-    if (!j.scratch || !j.scores || !c.above) return TOW_ENOMEM;
-    c.equal = c.above + room;
-    kern_parallel(s, (b.n + ENTRIES - 1) / ENTRIES, score_part, &j);
-    kern_parallel(s, parts, count_part, &c);
+    j.scores = kern_scratch(s, KERN_SLOT_OP3, (size_t)n * 4 + 64);
+    if (!j.scratch || !j.scores) return NULL;
+    kern_parallel(s, (n + ENTRIES - 1) / ENTRIES, score_part, &j);
+    return j.scores;
+}
+
+int KERN_ISA(kern_index_rank)(struct kern_stream *s, const struct kern_index_rank *p)
+{
+    struct count_job c = {.p = p, .scores = p->scores};
+    c.n = (p->seq->pos0 + 1) / p->layout->layer[p->layer].ratio;
+    if (!c.scores) c.scores = score_one(s, p, c.n);
+    int64_t parts = (c.n + COUNT_PART - 1) / COUNT_PART, room = parts * p->n_entries;
+    c.before = kern_scratch(s, KERN_SLOT_OP2, (size_t)room * 2 * sizeof *c.before + 64);
+    if (!c.scores || !c.before) return TOW_ENOMEM;
+    c.equal = c.before + room;
+    kern_parallel(s, p->n_entries ? parts : 0, count_part, &c);
     for (int32_t a = 0; a < p->n_entries; a++) {
-        int64_t above = 0, equal = 0;
+        int64_t before = 0, equal = 0;
         for (int64_t i = 0; i < parts; i++) {
-            above += c.above[i * p->n_entries + a];
+            before += c.before[i * p->n_entries + a];
             equal += c.equal[i * p->n_entries + a];
         }
-        p->ranks[a] = (struct kern_rank){
-            .rank = (int32_t)above + 1, .equal = (int32_t)equal, .score = j.scores[p->entries[a]]};
+        p->ranks[a] = (struct kern_rank){.rank = (int32_t)before + 1,
+                                         .equal = (int32_t)equal - 1, /* itself */
+                                         .score = c.scores[p->entries[a]]};
     }
-    border(j.scores, b.n, p->seq->topk, p->kth, p->next);
+    border(c.scores, c.n, p->seq->topk, p->kth, p->next);
     return 0;
 }

@@ -1,5 +1,5 @@
 /* tests/kernels/edge_test.c - what shapes alone do not show: ties and narrow ranges in the
- * selection, pages beyond 4 GiB, long contexts in bounded scratch, the folded softmax against the
+ * selection and in ranks, pages beyond 4 GiB, long contexts in bounded scratch, the folded softmax against the
  * plain one, idle threads.
  */
 #include "tests/support/check.h"
@@ -137,16 +137,334 @@ static void test_index_select__any_distribution_is_exact(void **state)
     check_selection(262144, 1024, NARROW); /* a context of 1,048,576 */
 }
 
+/* --- ranks: of given scores, so that any float can be one */
+
+enum { STRETCH = 4096, MOST_RANKED = 64 }; /* STRETCH: scores that index_rank counts at a time */
+
+static bool is_nan(float x)
+{
+    return x != x;
+}
+
+/* Whether entry o goes before entry e. */
+static bool goes_before(const float *score, int o, int e)
+{
+    const float a = score[o], b = score[e];
+    if (is_nan(a)) return is_nan(b) && o < e;
+    return is_nan(b) || a > b || (a == b && o < e);
+}
+
+static const float *sorted_scores;
+static int by_rank(const void *a, const void *b)
+{
+    const int x = *(const int *)a, y = *(const int *)b;
+    return x == y ? 0 : goes_before(sorted_scores, x, y) ? -1 : 1;
+}
+
+static bool same(float a, float b)
+{
+    return a == b || (is_nan(a) && is_nan(b));
+}
+
+/* Against a full sort: ranks, equals, scores, and the border at top-k. */
+static void check_ranks(const float *score, int n, int topk, const int32_t *entries, int n_entries)
+{
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_F32, KERN_IK_F32);
+    const int n_pages = (n + 1) / l.layer[0].per_page + 1;
+    uint32_t *ids = calloc((size_t)n_pages, 4);
+    uint8_t tail;
+    struct kern_seq seq = {.n_rows = 1,
+                           .pos0 = (int64_t)n * 4 + 3 - 1,
+                           .page_ids = ids,
+                           .n_pages = n_pages,
+                           .tail = &tail,
+                           .topk = topk};
+    struct kern_rank *got = malloc((size_t)(n_entries + 1) * sizeof *got);
+    float kth = 7, next = 7;
+    struct kern_index_rank p = {.scores = score,
+                                .layout = &l,
+                                .seq = &seq,
+                                .T = 1,
+                                .H = 1,
+                                .keys = KERN_KEYS_OWN,
+                                .entries = entries,
+                                .n_entries = n_entries,
+                                .ranks = got,
+                                .kth = &kth,
+                                .next = &next,
+                                .act = KERN_F32};
+    assert_int_equal(ops->index_rank(s, &p), 0);
+    int *order = malloc((size_t)(n + 1) * sizeof *order), *rank = malloc((size_t)(n + 1) * 4);
+    for (int e = 0; e < n; e++) order[e] = e;
+    sorted_scores = score;
+    qsort(order, (size_t)n, sizeof *order, by_rank);
+    for (int i = 0; i < n; i++) rank[order[i]] = i + 1;
+    for (int a = 0; a < n_entries; a++) {
+        const int e = entries[a], at = rank[e] - 1;
+        int equal = 0;
+        for (int i = at - 1; i >= 0 && same(score[order[i]], score[e]); i--) equal++;
+        for (int i = at + 1; i < n && same(score[order[i]], score[e]); i++) equal++;
+        assert_int_equal(got[a].rank, rank[e]);
+        assert_int_equal(got[a].equal, equal);
+        assert_true(same(got[a].score, score[e]));
+    }
+    const int k = n < topk ? n : topk;
+    assert_true(same(kth, n ? score[order[k - 1]] : NAN));
+    assert_true(same(next, n > topk ? score[order[k]] : NAN));
+    free(ids), free(got), free(order), free(rank);
+}
+
+/* First, last, and around every border of a stretch, as far as there is room; then any. */
+static int pick_entries(int n, int32_t *out)
+{
+    int k = 0, tries = 0;
+    for (int e = 0; e < n && k < MOST_RANKED / 2; e += STRETCH)
+        for (int d = -2; d < 2 && k < MOST_RANKED / 2; d++)
+            if (e + d >= 0 && e + d < n) out[k++] = e + d;
+    if (n > 0 && (k == 0 || out[k - 1] != n - 1)) out[k++] = n - 1;
+    while (n > 0 && k < MOST_RANKED && tries++ < MOST_RANKED)
+        out[k++] = (int32_t)((uint64_t)(uint32_t)(int32_t)(rnd() * 0x1p31f) % (uint32_t)n);
+    return k;
+}
+
+enum rank_kind { ANY, FEW_VALUES, EQUAL, ZEROS, ODD, ALL_NAN, ALL_MINUS_INF, RISING, N_RANK_KINDS };
+
+static float rank_score(enum rank_kind kind, int e)
+{
+    static const float odd[] = {NAN, -INFINITY, INFINITY, 0.0f, -0.0f, 1e-45f, -1e-45f, 3e38f};
+    switch (kind) {
+    case ANY: return rnd();
+    case FEW_VALUES: return (float)(e * 7919 % 5);
+    case EQUAL: return 0.25f;
+    case ZEROS: return e % 3 ? 0.0f : -0.0f;
+    case ODD: return e % 11 ? odd[(e * 31 + e / 7) % 8] : rnd();
+    case ALL_NAN: return NAN;
+    case ALL_MINUS_INF: return -INFINITY;
+    default: return (float)e;
+    }
+}
+
+static void test_index_rank__any_scores_are_ranked_as_sorted(void **state)
+{
+    static const int sizes[] = {
+        0, 1, 2, 15, 16, 17, 511, 512, 513, STRETCH - 1, STRETCH, STRETCH + 1, 3 * STRETCH + 5};
+    static float score[3 * STRETCH + 5];
+    int32_t entries[MOST_RANKED];
+    (void)state;
+    for (size_t i = 0; i < sizeof sizes / sizeof *sizes; i++)
+        for (int kind = 0; kind < N_RANK_KINDS; kind++) {
+            const int n = sizes[i];
+            for (int e = 0; e < n; e++) score[e] = rank_score((enum rank_kind)kind, e);
+            check_ranks(score, n, 512, entries, pick_entries(n, entries));
+            check_ranks(score, n, 1, entries, pick_entries(n, entries));
+            check_ranks(score, n, 512, entries, 0);
+        }
+}
+
+static void test_index_rank__long_contexts(void **state)
+{
+    enum { N = 262144 }; /* a context of 1,048,576 */
+    float *score = malloc(N * sizeof *score);
+    int32_t entries[MOST_RANKED];
+    (void)state;
+    for (int kind = 0; kind < N_RANK_KINDS; kind++) {
+        if (kind == EQUAL || kind == ALL_NAN || kind == ALL_MINUS_INF) continue;
+        for (int e = 0; e < N; e++) score[e] = rank_score((enum rank_kind)kind, e);
+        /* few equals of each entry: the check walks over them */
+        check_ranks(score, N, 1024, entries,
+                    kind == ANY || kind == RISING ? pick_entries(N, entries)
+                                                  : (pick_entries(N, entries), 3));
+    }
+    free(score);
+}
+
+/* Selection and ranks go different ways to their answers: they must agree on every entry. */
+static void test_index_rank__at_most_topk_exactly_when_selected(void **state)
+{
+    enum { N = 700, H = 2, W = 64, ROUNDS = 40 };
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_F32, KERN_IK_F32);
+    const int per = l.layer[0].per_page, n_pages = (N + per - 1) / per;
+    uint8_t *pages = calloc((size_t)n_pages, (size_t)l.page_bytes), tail;
+    uint32_t ids[(N + 63) / 64];
+    int32_t all[N], sel[N], n_sel;
+    struct kern_rank ranks[N];
+    float q[H * W], wt[H], scores[N];
+    (void)state;
+    assert_true(n_pages <= (int)(sizeof ids / sizeof *ids));
+    for (int i = 0; i < n_pages; i++) ids[i] = (uint32_t)(n_pages - 1 - i);
+    for (int round = 0; round < ROUNDS; round++) {
+        for (int e = 0; e < N; e++) {
+            float key[W];
+            /* coarse values and many keys twice, so that there are ties */
+            for (int i = 0; i < W; i++) key[i] = round % 4 ? rnd() : roundf(rnd());
+            if (round % 3 == 0 && e % 2) key[0] = -100, key[1] = 0;
+            if (round % 10 == 9 && e % 50 == 7) key[3] = e % 100 == 7 ? NAN : INFINITY;
+            kern_ik_store(KERN_IK_F32,
+                          pages + (int64_t)ids[e / per] * l.page_bytes + l.layer[0].index_off, per,
+                          e % per, key, W);
+            all[e] = e;
+        }
+        for (int i = 0; i < H * W; i++) q[i] = round % 4 ? rnd() : roundf(rnd());
+        for (int h = 0; h < H; h++) wt[h] = rnd();
+        const int n = round < 4 ? 1 + round : N - round;
+        struct kern_seq seq = {.n_rows = 1,
+                               .pos0 = (int64_t)n * 4 - 1,
+                               .page_ids = ids,
+                               .n_pages = n_pages,
+                               .tail = &tail,
+                               .topk = round % 5 ? 1 + 17 * round : n};
+        struct kern_index_select select = {.q = q,
+                                           .wt = wt,
+                                           .factor = 1,
+                                           .pages = pages,
+                                           .layout = &l,
+                                           .seqs = &seq,
+                                           .n_seqs = 1,
+                                           .T = 1,
+                                           .H = H,
+                                           .selected = sel,
+                                           .n_selected = &n_sel,
+                                           .sel_ld = N,
+                                           .scores = scores,
+                                           .score_ld = N,
+                                           .act = KERN_F32};
+        assert_int_equal(ops->index_select(s, &select), 0);
+        for (int kept = 0; kept < 2; kept++) {
+            float kth, next;
+            struct kern_index_rank p = {.scores = kept ? scores : NULL,
+                                        .q = q,
+                                        .wt = wt,
+                                        .factor = 1,
+                                        .pages = pages,
+                                        .layout = &l,
+                                        .seq = &seq,
+                                        .T = 1,
+                                        .H = H,
+                                        .keys = KERN_KEYS_OWN,
+                                        .entries = all,
+                                        .n_entries = n,
+                                        .ranks = ranks,
+                                        .kth = &kth,
+                                        .next = &next,
+                                        .act = KERN_F32};
+            assert_int_equal(ops->index_rank(s, &p), 0);
+            int at = 0;
+            for (int e = 0; e < n; e++) {
+                assert_true(same(ranks[e].score, scores[e]));
+                if (ranks[e].rank > seq.topk) continue;
+                assert_true(at < n_sel);
+                assert_int_equal(sel[at++], e);
+            }
+            assert_int_equal(at, n_sel);
+        }
+    }
+    free(pages);
+}
+
+/* Scores of some rows only, each where its place in the list says. */
+static void test_index_select__keeps_scores_of_the_rows_asked_for(void **state)
+{
+    enum { T = 40, W = 64, N = T / 4 };
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_F32, KERN_IK_F32);
+    uint8_t *page = calloc(1, (size_t)l.page_bytes), tail;
+    uint32_t id = 0;
+    static float q[T * W], wt[T], all[T * N], some[4 * N];
+    int32_t sel[T * 4], n_sel[T];
+    static const int32_t rows[] = {0, 7, 8, T - 1};
+    (void)state;
+    for (int e = 0; e < N; e++) {
+        float key[W];
+        for (int i = 0; i < W; i++) key[i] = rnd();
+        kern_ik_store(KERN_IK_F32, page + l.layer[0].index_off, l.layer[0].per_page, e, key, W);
+    }
+    for (int i = 0; i < T * W; i++) q[i] = rnd();
+    for (int i = 0; i < T; i++) wt[i] = rnd();
+    struct kern_seq seq = {.n_rows = T, .page_ids = &id, .n_pages = 1, .tail = &tail, .topk = 4};
+    struct kern_index_select p = {.q = q,
+                                  .wt = wt,
+                                  .factor = 1,
+                                  .pages = page,
+                                  .layout = &l,
+                                  .seqs = &seq,
+                                  .n_seqs = 1,
+                                  .T = T,
+                                  .H = 1,
+                                  .selected = sel,
+                                  .n_selected = n_sel,
+                                  .sel_ld = 4,
+                                  .scores = all,
+                                  .score_ld = N,
+                                  .act = KERN_F32};
+    assert_int_equal(ops->index_select(s, &p), 0);
+    p.scores = some, p.score_rows = rows, p.n_score_rows = 4;
+    assert_int_equal(ops->index_select(s, &p), 0);
+    for (int i = 0; i < 4; i++)
+        assert_memory_equal(some + i * N, all + rows[i] * N, N * sizeof *all);
+    p.score_rows = (const int32_t[]){3, 3}, p.n_score_rows = 2;
+    assert_int_equal(ops->index_select(s, &p), TOW_EINVAL);
+    p.score_rows = (const int32_t[]){T}, p.n_score_rows = 1;
+    assert_int_equal(ops->index_select(s, &p), TOW_EINVAL);
+    free(page);
+}
+
+static void test_index_rank__broken_contracts_are_refused(void **state)
+{
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_FP8, KERN_IK_FP4);
+    uint32_t ids[2] = {0, 1};
+    uint8_t tail;
+    float score[4] = {0}, kth, next;
+    struct kern_rank rank;
+    (void)state;
+#define REFUSED(change)                                                                            \
+    do {                                                                                           \
+        int32_t entry = 3;                                                                         \
+        struct kern_seq seq = {                                                                    \
+            .n_rows = 1, .pos0 = 15, .page_ids = ids, .n_pages = 1, .tail = &tail, .topk = 2};     \
+        struct kern_index_rank p = {.scores = score,                                               \
+                                    .layout = &l,                                                  \
+                                    .seq = &seq,                                                   \
+                                    .T = 1,                                                        \
+                                    .H = 1,                                                        \
+                                    .keys = KERN_KEYS_OWN,                                         \
+                                    .entries = &entry,                                             \
+                                    .n_entries = 1,                                                \
+                                    .ranks = &rank,                                                \
+                                    .kth = &kth,                                                   \
+                                    .next = &next,                                                 \
+                                    .act = KERN_BF16};                                             \
+        assert_int_equal(ops->index_rank(s, &p), 0);                                               \
+        change;                                                                                    \
+        assert_int_equal(ops->index_rank(s, &p), TOW_EINVAL);                                      \
+    } while (0)
+    REFUSED(entry = 4); /* not visible */
+    REFUSED(entry = -1);
+    REFUSED(seq.n_rows = 2);
+    REFUSED(seq.topk = 0);
+    REFUSED(seq.row0 = 1);
+    REFUSED(p.layer = 1); /* no indexer there */
+    REFUSED(p.scores = NULL);
+    REFUSED(p.keys = KERN_SHADOW_FP8); /* scores given are those of own keys */
+    REFUSED((p.scores = NULL, p.q = score, p.wt = score, p.pages = &tail, p.keys = KERN_SHADOWS));
+    REFUSED((p.scores = NULL, p.q = score, p.wt = score, p.pages = &tail, p.keys = 0));
+    REFUSED(seq.shadowed = true); /* its one page would have no companion */
+#undef REFUSED
+}
+
 /* --- pages anywhere in a large pool give the same bits (no 32-bit offsets) */
 
-static void run_far(const uint32_t *ids, uint8_t *pool, const struct kern_kv_layout *l, float *out,
-                    int32_t *sel, float *stored)
+static void run_far(const uint32_t *ids, int n_ids, uint8_t *pool, const struct kern_kv_layout *l,
+                    float *out, int32_t *sel, float *stored, struct kern_rank (*ranks)[3])
 {
     enum { N = 700, H = 2, D = 128 };
     uint8_t *tail = calloc(1, (size_t)l->tail_bytes);
     float *x = malloc(N * 2 * D * 4), ape[4 * 2 * D], w[D], freq[32], kv[D], q[H * D],
           sink[H] = {0};
-    struct kern_seq seq = {.n_rows = N, .page_ids = ids, .n_pages = 3, .tail = tail, .topk = 64};
+    struct kern_seq seq = {.n_rows = N,
+                           .page_ids = ids,
+                           .n_pages = n_ids,
+                           .tail = tail,
+                           .topk = 64,
+                           .shadowed = n_ids == 6};
     rng = 7;
     for (int i = 0; i < N * 2 * D; i++) x[i] = rnd();
     for (int i = 0; i < 8 * D; i++) ape[i] = rnd();
@@ -201,7 +519,27 @@ static void run_far(const uint32_t *ids, uint8_t *pool, const struct kern_kv_lay
                                .scale = 0.1f,
                                .act = KERN_F32};
     assert_int_equal(ops->attention(s, &a), 0);
-    kern_kv_load(l->spec.kv_fmt, pool + (int64_t)ids[2] * l->page_bytes + l->layer[0].main_off,
+    for (int keys = KERN_KEYS_OWN; ranks && keys < KERN_SHADOWS; keys++) {
+        float kth, next;
+        struct kern_index_rank ir = {.q = q,
+                                     .wt = wt,
+                                     .factor = 1,
+                                     .pages = pool,
+                                     .layout = l,
+                                     .seq = &seq,
+                                     .T = 1,
+                                     .H = H,
+                                     .keys = keys,
+                                     .entries = (const int32_t[]){0, 90, 174},
+                                     .n_entries = 3,
+                                     .ranks = ranks[keys + 1],
+                                     .kth = &kth,
+                                     .next = &next,
+                                     .act = KERN_F32};
+        assert_int_equal(ops->index_rank(s, &ir), 0);
+    }
+    const int64_t third = ids[seq.shadowed ? 4 : 2];
+    kern_kv_load(l->spec.kv_fmt, pool + third * l->page_bytes + l->layer[0].main_off,
                  l->layer[0].per_page, 10, stored, D, 64);
     free(tail), free(x);
 }
@@ -221,11 +559,38 @@ static void test_pages__beyond_4gib_give_the_same_bits(void **state)
     (void)state;
     if (pool == MAP_FAILED) skip(); /* an address space limit */
     memset(sel, 0, sizeof sel);
-    for (int i = 0; i < 4; i++) run_far(ids[i], pool, &l, out[i], sel[i], stored[i]);
+    for (int i = 0; i < 4; i++) run_far(ids[i], 3, pool, &l, out[i], sel[i], stored[i], NULL);
     for (int i = 1; i < 4; i++) {
         assert_memory_equal(out[i], out[0], sizeof out[0]);
         assert_memory_equal(sel[i], sel[0], sizeof sel[0]);
         assert_memory_equal(stored[i], stored[0], sizeof stored[0]);
+    }
+    munmap(pool, (size_t)(n_pages * l.page_bytes));
+}
+
+static void test_pages__companions_beyond_4gib_give_the_same_ranks(void **state)
+{
+    struct kern_kv_layout l = layout_of(4, 0, KERN_KV_F32, KERN_IK_FP4);
+    const int64_t n_pages = (INT64_C(9) << 30) / l.page_bytes;
+    uint8_t *pool = mmap(NULL, (size_t)(n_pages * l.page_bytes), PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const uint32_t b31 = (uint32_t)((INT64_C(1) << 31) / l.page_bytes),
+                   b32 = (uint32_t)((INT64_C(1) << 32) / l.page_bytes), end = (uint32_t)n_pages;
+    const uint32_t ids[3][6] = {{0, 1, 2, 3, 4, 5},
+                                {b31 - 1, b32, b31, b32 + 1, b31 + 1, b32 + 2},
+                                {end - 1, 0, end - 2, b32 - 1, 1, end - 3}};
+    struct kern_rank ranks[3][1 + KERN_SHADOWS][3];
+    float out[256], stored[128];
+    int32_t sel[64];
+    (void)state;
+    if (pool == MAP_FAILED) skip(); /* an address space limit */
+    assert_true(l.shadow_bytes > 0);
+    memset(ranks, 0, sizeof ranks);
+    for (int i = 0; i < 3; i++) {
+        run_far(ids[i], 6, pool, &l, out, sel, stored, ranks[i]);
+        assert_memory_equal(ranks[i], ranks[0], sizeof ranks[0]);
+        for (int t = 0; t <= KERN_SHADOWS; t++)
+            for (int e = 0; e < 3; e++) assert_in_range(ranks[i][t][e].rank, 1, 175);
     }
     munmap(pool, (size_t)(n_pages * l.page_bytes));
 }
@@ -336,7 +701,13 @@ int main(void)
     s = kern_dev_stream(dev);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_index_select__any_distribution_is_exact),
+        cmocka_unit_test(test_index_rank__any_scores_are_ranked_as_sorted),
+        cmocka_unit_test(test_index_rank__long_contexts),
+        cmocka_unit_test(test_index_rank__at_most_topk_exactly_when_selected),
+        cmocka_unit_test(test_index_select__keeps_scores_of_the_rows_asked_for),
+        cmocka_unit_test(test_index_rank__broken_contracts_are_refused),
         cmocka_unit_test(test_pages__beyond_4gib_give_the_same_bits),
+        cmocka_unit_test(test_pages__companions_beyond_4gib_give_the_same_ranks),
         cmocka_unit_test(test_compress__folded_state_is_close_to_two_passes),
         cmocka_unit_test(test_team__runs_each_part_once_and_rests_when_idle),
         cmocka_unit_test(test_dev__bad_values_are_named)};

@@ -690,6 +690,7 @@ struct world {
     float *kv, *gate, *ikv, *igate, *ape, *iape, *freq;
     void *win, *query, *iq, *iwt;
     struct kern_vec norm, inorm;
+    bool shadowed;
 };
 
 static void world_open(struct run *r, struct world *w, int32_t ratio)
@@ -708,25 +709,28 @@ static void world_open(struct run *r, struct world *w, int32_t ratio)
                               .kv_fmt = (enum kern_kv_fmt)(w->act ? r->variant % 3 : 2),
                               .ik_fmt = (enum kern_ik_fmt)(w->act ? r->variant % 4 : 3)};
     assert_int_equal(kern_kv_layout_init(&w->l, &sp, NULL), 0);
-    int32_t n_pages = 1, c = ratio == 4 ? 2 : 1;
+    /* Half of those that can keep shadow keys do. */
+    w->shadowed = ratio == 4 && w->l.shadow_bytes > 0 && r->variant / 4 % 2;
+    int32_t n_pages = 1, c = ratio == 4 ? 2 : 1, per = w->shadowed ? 2 : 1;
     for (int i = 0; i < SEQS; i++) {
         w->len[i] = lens[r->variant / 2 % 4][i];
         w->T += w->len[i];
-        n_pages += (int32_t)kern_kv_pages_for(w->len[i], w->l.page_tokens);
+        n_pages += per * (int32_t)kern_kv_pages_for(w->len[i], w->l.page_tokens);
     }
     w->pool_bytes = n_pages * w->l.page_bytes;
     w->pages = output(r, w->pool_bytes);
     w->tails = output(r, SEQS * w->l.tail_bytes);
     uint32_t page = (uint32_t)n_pages; /* handed out backwards, page 0 to nobody */
     for (int i = 0, row = 0; i < SEQS; row += w->len[i++]) {
-        int32_t n = (int32_t)kern_kv_pages_for(w->len[i], w->l.page_tokens);
+        int32_t n = per * (int32_t)kern_kv_pages_for(w->len[i], w->l.page_tokens);
         uint32_t *ids = take(r, (size_t)(n + 1) * 4);
         for (int k = 0; k < n; k++) ids[k] = --page;
         w->q[i] = (struct kern_seq){.row0 = row,
                                     .page_ids = ids,
                                     .n_pages = n,
                                     .topk = 5 + 4 * i,
-                                    .tail = w->tails + i * w->l.tail_bytes};
+                                    .tail = w->tails + i * w->l.tail_bytes,
+                                    .shadowed = w->shadowed};
     }
     w->kv = floats(r, (int64_t)w->T * c * w->d + 1),
     w->gate = floats(r, (int64_t)w->T * c * w->d + 1);
@@ -796,17 +800,50 @@ static void case_window_store(struct run *r)
     done_flat(r, w.tails, SEQS * w.l.tail_bytes, 1);
 }
 
+/* The key of entry e by keys of one type: in the page, or in its companion. */
+static void load_key(const struct world *w, const struct kern_seq *q, int32_t e,
+                     enum kern_shadow type, float *key)
+{
+    const struct kern_kv_layer *y = &w->l.layer[1];
+    const enum kern_ik_fmt fmt = kern_shadow_fmt(type);
+    const bool own = fmt == w->l.spec.ik_fmt;
+    const uint8_t *page =
+        w->pages + q->page_ids[e / y->per_page * 2 + (own ? 0 : 1)] * w->l.page_bytes;
+    kern_ik_load(fmt, page + (own ? y->index_off : y->shadow_off[type]), y->per_page,
+                 e % y->per_page, key, INDEX_W);
+}
+
+/* Keys of every type are those of 16 bits, rounded to it. */
+static void check_shadows(const struct world *w)
+{
+    for (int i = 0; i < SEQS; i++)
+        for (int32_t e = 0; e < w->len[i] / 4; e++) {
+            float wide[INDEX_W], want[INDEX_W], got[INDEX_W];
+            uint8_t part[INDEX_W * 4];
+            load_key(w, &w->q[i], e, KERN_SHADOW_BF16, wide);
+            for (int s = KERN_SHADOW_FP8; s < KERN_SHADOWS; s++) {
+                const enum kern_ik_fmt fmt = kern_shadow_fmt((enum kern_shadow)s);
+                kern_ik_store(fmt, part, 1, 0, wide, INDEX_W);
+                kern_ik_load(fmt, part, 1, 0, want, INDEX_W);
+                load_key(w, &w->q[i], e, (enum kern_shadow)s, got);
+                assert_memory_equal(got, want, sizeof got);
+            }
+        }
+}
+
 static void case_compress(struct run *r)
 {
     struct world w;
     struct kern_seq b[SEQS];
-    world_open(r, &w, ratio_of(r));
+    /* A third overlaps whatever the format of the keys, so that each is seen beside its shadows. */
+    world_open(r, &w, r->variant / 8 == 1 ? 4 : ratio_of(r));
     for (int32_t n; (n = world_batch(r, &w, b)) > 0;) {
         world_compress(r, &w, false, b, n);
         if (w.ratio == 4) world_compress(r, &w, true, b, n);
     }
     for (int64_t i = 0; i < w.l.page_bytes; i++)
         assert_int_equal(w.pages[i], 0xa5); /* nobody's page */
+    if (w.shadowed) check_shadows(&w);
     done_flat(r, w.pages, w.pool_bytes, 1);
     done_flat(r, w.tails, SEQS * w.l.tail_bytes, 1);
 }
@@ -872,6 +909,105 @@ static void case_index_select(struct run *r)
     done_flat(r, n_sel, w.T * 4, 1);
     done_flat(r, scores, w.T * SCORE_LD * 4, 4);
     done_flat(r, margin, w.T * 4, 4);
+}
+
+/* Ranks of up to RANKED entries of each sequence's last row of a batch, by its own keys and by all
+ * shadows; against index_select's scores and list, and a plain count. */
+enum { RANKED = 12, KEYS = 1 + KERN_SHADOWS };
+struct ranking {
+    struct kern_rank rank[RANKED];
+    float border[2];
+};
+static void world_rank(struct run *r, struct world *w, const struct kern_seq *row, int keys,
+                       const int32_t *entries, int32_t n, const float *scores, struct ranking *out)
+{
+    struct kern_index_rank p = {.scores = scores,
+                                .q = scores ? NULL : w->iq,
+                                .wt = scores ? NULL : w->iwt,
+                                .factor = 0.07f,
+                                .pages = w->pages,
+                                .layout = &w->l,
+                                .layer = 1,
+                                .seq = row,
+                                .T = w->T,
+                                .H = INDEX_H,
+                                .keys = keys,
+                                .entries = entries,
+                                .n_entries = n,
+                                .ranks = out->rank,
+                                .kth = &out->border[0],
+                                .next = &out->border[1],
+                                .act = w->act};
+    assert_int_equal(ops->index_rank(r->s, &p), 0);
+}
+
+static void check_ranking(const struct kern_seq *row, const float *sc, const int32_t *sel,
+                          const int32_t *entries, int32_t n, const struct ranking *got)
+{
+    const int32_t visible = (int32_t)(row->pos0 + 1) / 4;
+    for (int32_t a = 0; a < n; a++) {
+        const int32_t e = entries[a];
+        int32_t rank = 1, equal = 0;
+        for (int32_t o = 0; o < visible; o++) {
+            const bool both = sc[o] == sc[e] || (sc[o] != sc[o] && sc[e] != sc[e]);
+            rank += sc[o] > sc[e] || (sc[o] == sc[o] && sc[e] != sc[e]) || (both && o < e);
+            equal += both && o != e;
+        }
+        assert_int_equal(got->rank[a].rank, rank);
+        assert_int_equal(got->rank[a].equal, equal);
+        assert_true(got->rank[a].score == sc[e] || sc[e] != sc[e]);
+        bool selected = false;
+        for (int32_t i = 0; i < SEL_LD; i++) selected |= sel[row->row0 * SEL_LD + i] == e;
+        assert_int_equal(selected, rank <= row->topk);
+    }
+    if (visible == 0) assert_true(got->border[0] != got->border[0]);
+    if (visible <= row->topk) assert_true(got->border[1] != got->border[1]);
+}
+
+static void case_index_rank(struct run *r)
+{
+    struct world w;
+    struct kern_seq b[SEQS];
+    world_open(r, &w, 4);
+    int32_t *sel = output(r, w.T * SEL_LD * 4), *n_sel = output(r, w.T * 4);
+    float *scores = output(r, w.T * SCORE_LD * 4), *margin = output(r, w.T * 4);
+    /* Whatever the pieces were, the last row of each sequence is ranked. */
+    struct ranking *all = output(r, SEQS * KEYS * (int64_t)sizeof *all);
+    r->odd = true; /* a border that is not there is NaN */
+    if (w.T > 40) {
+        if (w.act == KERN_F32) ((float *)w.iwt)[40] = NAN;
+        if (w.act == KERN_BF16) ((uint16_t *)w.iwt)[40] = 0x7fc0;
+    }
+    memset(all, 0, SEQS * KEYS * sizeof *all);
+    for (int32_t n; (n = world_batch(r, &w, b)) > 0;) {
+        world_compress(r, &w, true, b, n);
+        world_select(r, &w, b, n, sel, n_sel, scores, margin);
+        for (int32_t i = 0; i < n; i++) {
+            struct kern_seq row = b[i];
+            row.row0 += row.n_rows - 1, row.pos0 += row.n_rows - 1, row.n_rows = 1;
+            const int32_t visible = (int32_t)(row.pos0 + 1) / 4;
+            int32_t entries[RANKED], k = 0;
+            for (int32_t e = 0; e < visible && k < RANKED; e += 1 + visible / RANKED)
+                entries[k++] = e;
+            struct ranking got[KEYS] = {0}, kept = {0};
+            const float *sc = scores + row.row0 * SCORE_LD;
+            world_rank(r, &w, &row, KERN_KEYS_OWN, entries, k, NULL, &got[0]);
+            world_rank(r, &w, &row, KERN_KEYS_OWN, entries, k, sc, &kept);
+            check_ranking(&row, sc, sel, entries, k, &got[0]);
+            check_ranking(&row, sc, sel, entries, k, &kept);
+            for (int s = 0; w.shadowed && s < KERN_SHADOWS; s++) {
+                world_rank(r, &w, &row, s, entries, k, NULL, &got[1 + s]);
+                if (kern_shadow_fmt((enum kern_shadow)s) == w.l.spec.ik_fmt)
+                    for (int32_t a = 0; a < k; a++) { /* own keys by another way */
+                        assert_int_equal(got[1 + s].rank[a].rank, got[0].rank[a].rank);
+                        assert_int_equal(got[1 + s].rank[a].equal, got[0].rank[a].equal);
+                    }
+            }
+            if (row.pos0 + 1 == w.len[row.topk / 4 - 1])
+                memcpy(all + (row.topk / 4 - 1) * KEYS, got, sizeof got);
+        }
+    }
+    done_flat(r, all, SEQS * KEYS * (int64_t)sizeof *all, 4);
 }
 
 static void case_attention(struct run *r)
