@@ -25,10 +25,12 @@ for bench in "$B"/bench/bench_*; do
     case $bench in *.d | *.o) continue ;; esac
     [ -x "$bench" ] || continue
     name=$(basename "$bench")
+    [ "$name" != bench_capture ] || continue # runs on bench_model's checkpoint
     if [ "$name" = bench_model ]; then
         "$python" tests/support/make_checkpoint.py "$scratch/model" --preset bench || { failed=$((failed + 1)); continue; }
         one "bench_model, one thread" "$bench" "$scratch/model" 1
         one "bench_model, all cores" "$bench" "$scratch/model" 0
+        one bench_capture "$B/bench/bench_capture" "$scratch/model"
         rm -rf "$scratch/model"
     else
         one "$name" "$bench"

@@ -1,0 +1,154 @@
+/* tests/bench/bench_capture.c - what captures of index ranks cost: nothing when off, little when on.
+ *
+ * Decode steps and prefill chunks far into a context, the same one over and over: without captures,
+ * with an array of captures that asks nothing, with 16 entries (four spans of text) ranked in every
+ * layer, and with shadow keys of all types besides. The ways take turns, and each counts by its
+ * fastest round. A chunk is short, since one row of it is captured: a longer one costs less. One thread and its processor time, so that other programs do not count. Pages hold
+ * zeros: what is computed does not change how long it takes.
+ * usage: bench_capture CHECKPOINT [context tokens]     default: 65536
+ */
+#include "common/base/err.h"
+#include "common/kv/table.h"
+#include "common/model/forward.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { ENTRIES = 16, DECODE_ROUNDS = 15, PREFILL_ROUNDS = 2, PREFILL_ROWS = 64, PAGE_ROWS = 4096 };
+enum way { PLAIN, OFF, RANKS, SHADOWS, WAYS };
+
+static struct model *m;
+static uint8_t *pages;
+static struct kv_pool *pool;
+static struct kv_table plain, shadowed;
+static float *logits;
+static int32_t ids[PREFILL_ROWS], entries[ENTRIES];
+static int64_t n_ranked;
+
+static double now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void on_row(void *ctx, const struct model_capture_row *row)
+{
+    (void)ctx;
+    n_ranked += row->n_entries;
+}
+
+static double pass(int32_t n, int64_t pos0, enum way way)
+{
+    struct tow_err err = {0};
+    const int32_t last = n - 1;
+    const struct model_capture c = {.entries = entries,
+                                    .n_entries = ENTRIES,
+                                    .shadow = way == SHADOWS ? (1u << KERN_SHADOWS) - 1 : 0,
+                                    .on_row = on_row};
+    const struct model_capture *captures[] = {way == OFF ? NULL : &c};
+    const struct kv_table *t = way == SHADOWS ? &shadowed : &plain;
+    const struct kern_seq q = {.n_rows = n,
+                               .pos0 = pos0,
+                               .page_ids = t->ids,
+                               .n_pages = (int32_t)t->n_pages,
+                               .tail = kv_pool_tail(pool, t->tail),
+                               .topk = model_peek_options(m)->index_topk,
+                               .shadowed = way == SHADOWS};
+    const struct model_batch b = {.ids = ids,
+                                  .T = n,
+                                  .seqs = &q,
+                                  .n_seqs = 1,
+                                  .pages = pages,
+                                  .n_pages = kv_pool_capacity(pool),
+                                  .logit_rows = &last,
+                                  .n_logit_rows = 1,
+                                  .logits = logits,
+                                  .captures = way == PLAIN ? NULL : captures};
+    double begin = now();
+    if (model_forward(m, &b, &err) < 0) {
+        fprintf(stderr, "bench_capture: %s\n", err.msg);
+        exit(1);
+    }
+    return now() - begin;
+}
+
+static void bench(const char *what, int32_t n, int64_t pos0, int rounds)
+{
+    static const char *const names[] = {"", "captures off", "16 entries ranked",
+                                        "16 entries ranked, shadow keys of all types"};
+    static const char *const goals[] = {"", "; goal 0.99", "; goal 0.90", ""};
+    double best[WAYS];
+    pass(n, pos0, PLAIN); /* not counted: maps weights and scratch */
+    for (int r = 0; r < rounds; r++)
+        for (int w = 0; w < WAYS; w++) {
+            double t = pass(n, pos0, (enum way)w);
+            if (r == 0 || t < best[w]) best[w] = t;
+        }
+    printf("%s: %d row%s at %lld tokens: %.2f ms\n", what, n, n == 1 ? "" : "s", (long long)pos0,
+           best[PLAIN] * 1e3);
+    for (int w = OFF; w < WAYS; w++)
+        printf("ratio: %s speed, %s = %.3f of that without%s\n", what, names[w],
+               best[PLAIN] / best[w], goals[w]);
+}
+
+static int open_model(const char *dir, int32_t n_tokens, struct tow_err *err)
+{
+    const struct model_options opt = {.device = "cpu",
+                                      .n_threads = 1,
+                                      .kv_fmt = KERN_KV_FP8,
+                                      .ik_fmt = KERN_IK_FP4,
+                                      .expert_aq = KERN_AQ_A128,
+                                      .max_rows = PREFILL_ROWS};
+    int rc = model_open(&m, dir, &opt, err);
+    if (rc < 0) return rc;
+    const struct kern_kv_layout *lay = model_peek_layout(m);
+    const uint32_t n = (uint32_t)kern_kv_pages_for(n_tokens + PREFILL_ROWS, lay->page_tokens);
+    const size_t bytes = 3 * (size_t)n * (size_t)lay->page_bytes;
+    uint8_t *tails = aligned_alloc(4096, 2 * (size_t)lay->tail_bytes);
+    pages = aligned_alloc(4096, bytes);
+    logits = malloc((size_t)model_peek_weights(m)->shape.V * sizeof *logits);
+    if (!pages || !tails || !logits) return tow_fail(err, TOW_ENOMEM, "no memory");
+    memset(pages, 0, bytes);
+    memset(tails, 0, 2 * (size_t)lay->tail_bytes);
+    rc = kv_pool_new(&pool, pages, 3 * n, (size_t)lay->page_bytes, tails, 2,
+                     (size_t)lay->tail_bytes, err);
+    if (rc < 0) return rc;
+    kv_table_init(&plain);
+    kv_table_init(&shadowed);
+    if ((rc = kv_table_grow(&plain, pool, n)) < 0 ||
+        (rc = kv_table_grow(&shadowed, pool, 2 * n)) < 0)
+        return tow_fail(err, rc, "no pages");
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    struct tow_err err = {0};
+    const int32_t context = argc > 2 ? atoi(argv[2]) / PAGE_ROWS * PAGE_ROWS : 65536;
+    if (argc < 2 || context < PAGE_ROWS || context > 1 << 20) {
+        fprintf(stderr,
+                "usage: bench_capture CHECKPOINT [context tokens]\n"
+                "context tokens in %d..%d\n",
+                PAGE_ROWS, 1 << 20);
+        return 2;
+    }
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    if (open_model(argv[1], context, &err) < 0) {
+        fprintf(stderr, "bench_capture: %s\n", err.msg);
+        return 1;
+    }
+    for (int32_t i = 0; i < PREFILL_ROWS; i++)
+        ids[i] = (i * 7919 + 1) % model_peek_weights(m)->shape.V;
+    for (int32_t i = 0; i < ENTRIES; i++) /* four spans, four entries each */
+        entries[i] = (1 + i / 4) * (context / 4 / 5) + i % 4;
+    bench("decode", 1, context, DECODE_ROUNDS);
+    bench("prefill", PREFILL_ROWS, context, PREFILL_ROUNDS);
+    kv_table_fini(&plain, pool);
+    kv_table_fini(&shadowed, pool);
+    kv_pool_free(pool);
+    model_close(m);
+    return n_ranked > 0 ? 0 : 1;
+}
