@@ -494,6 +494,13 @@ static bool refuse_early(struct rtr_api *a, enum route route, struct rtr_exchang
     return true;
 }
 
+/* What the model and the workers allow. */
+static uint32_t context_limit(struct rtr_api *a, bool shadow)
+{
+    uint32_t limit = a->backend.context_length(a->self, shadow);
+    return !limit || (a->context_length && a->context_length < limit) ? a->context_length : limit;
+}
+
 static void start_job(struct rtr_api *a, enum route route, struct rtr_exchange *x)
 {
     if (refuse_early(a, route, x)) return;
@@ -511,8 +518,6 @@ static void start_job(struct rtr_api *a, enum route route, struct rtr_exchange *
         reply_refusal(a, route, x, &r);
         return;
     }
-    uint32_t limit = a->backend.context_length(a->self);
-    if (!limit || (a->context_length && a->context_length < limit)) limit = a->context_length;
     *j = (struct job){.api = a,
                       .x = x,
                       .route = route,
@@ -521,7 +526,8 @@ static void start_job(struct rtr_api *a, enum route route, struct rtr_exchange *
                       .rules = {.tok = a->tok,
                                 .served_model_name = a->served_model_name,
                                 .model_name = a->model_name,
-                                .context_length = limit,
+                                .context_length = context_limit(a, false),
+                                .shadow_context = context_limit(a, true),
                                 .n_vocab = a->n_vocab,
                                 .default_thinking = a->default_thinking,
                                 .index_capture = a->index_capture,
@@ -670,14 +676,12 @@ static bool admit(struct rtr_api *a, struct rtr_exchange *x, enum route *route, 
 static void put_model(struct rtr_api *a, struct tow_buf *b)
 {
     const char *name = a->served_model_name ? a->served_model_name : a->model_name;
-    uint32_t limit = a->backend.context_length(a->self);
-    if (!limit || (a->context_length && a->context_length < limit)) limit = a->context_length;
     tow_buf_puts(b, "{\"id\": ");
     json_put_string(b, name, strlen(name));
     tow_buf_printf(b,
                    ", \"object\": \"model\", \"created\": 0, \"owned_by\": \"towpath\", "
                    "\"max_model_len\": %u}",
-                   limit);
+                   context_limit(a, false));
 }
 
 static void reply_model(struct rtr_api *a, struct rtr_exchange *x, const char *part, size_t n)

@@ -590,6 +590,13 @@ static int check_chat(struct check *c, struct prompt **out)
     return 0;
 }
 
+/* Keys of other types take room from the context; what is wrong with them is said later. */
+static bool asks_shadow(struct check *c)
+{
+    const struct json *capture = json_find(c->root, "index_capture");
+    return c->rules->index_capture && json_first(json_find(capture, "shadow")) != NULL;
+}
+
 /* Length and the choices. */
 static int check_length(struct check *c, const struct prompt *prompts)
 {
@@ -616,19 +623,21 @@ static int check_length(struct check *c, const struct prompt *prompts)
         if (prompts[i].n > longest) longest = prompts[i].n;
         a->n_prompt_tokens += prompts[i].n;
     }
-    uint32_t limit = c->rules->context_length;
+    bool shadow = asks_shadow(c) && c->rules->shadow_context;
+    uint32_t limit = shadow ? c->rules->shadow_context : c->rules->context_length;
+    const char *why = shadow ? " with index_capture.shadow" : "";
     if (longest >= limit || (max && longest + (uint64_t)max > limit)) {
         const char *param = longest >= limit ? a->route == RTR_CHAT ? "messages" : "prompt" : key;
         if (max) {
             return rtr_api_fail(c->e, 400, "context_length_exceeded", param,
                                 "%s: the prompt has %u tokens and %s is %" PRId64 ", %" PRIu64
-                                " together; the context limit is %u tokens",
-                                param, longest, key, max, longest + (uint64_t)max, limit);
+                                " together; the context limit%s is %u tokens",
+                                param, longest, key, max, longest + (uint64_t)max, why, limit);
         }
         return rtr_api_fail(c->e, 400, "context_length_exceeded", param,
-                            "%s: the prompt has %u tokens; the context limit is %u tokens, answer "
-                            "included",
-                            param, longest, limit);
+                            "%s: the prompt has %u tokens; the context limit%s is %u tokens, "
+                            "answer included",
+                            param, longest, why, limit);
     }
     a->req.max_tokens = max ? (uint32_t)max : limit - longest;
     a->req.n_choices = a->n * a->n_prompts;

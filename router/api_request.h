@@ -22,7 +22,8 @@ struct rtr_ask_rules {
     const struct text_tokenizer *tok;
     const char *served_model_name; /* NULL: any */
     const char *model_name;        /* what answers say when the request names none */
-    uint32_t context_length;       /* prompt + max_tokens <= this */
+    uint32_t context_length;       /* prompt + max_tokens <= this, */
+    uint32_t shadow_context;       /* or this with index_capture.shadow; 0: the same */
     uint32_t n_vocab;              /* token ids from a client are below it; 0: as the tokenizer */
     bool default_thinking;
     size_t max_body_bytes;

@@ -139,8 +139,9 @@ struct rtr_backend {
 
     /* Serving: true. Else false with *why, a literal: "starting", "draining", ... */
     bool (*ready)(void *self, const char **why);
-    /* The context limit all workers share, or 0 while none has joined. */
-    uint32_t (*context_length)(void *self);
+    /* The context limit all workers share, or 0 while none has joined; of requests that ask for
+     * shadow keys, which take room too. */
+    uint32_t (*context_length)(void *self, bool shadow);
     /* Appends a JSON array of workers. */
     void (*workers_json)(void *self, struct tow_buf *out);
     /* TOW_ENOENT when there is none of that name (bytes of the path, decoded; no NUL). */

@@ -319,10 +319,10 @@ static bool ready(void *self, const char **why)
     return rtr_route_ready(c->route, now_ms(c), why);
 }
 
-static uint32_t context_length(void *self)
+static uint32_t context_length(void *self, bool shadow)
 {
     struct rtr_cluster *c = self;
-    return rtr_route_context(c->route);
+    return rtr_route_context(c->route, shadow);
 }
 
 /* One end's view of its link to worker k: the proof, and what it found. */

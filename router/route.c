@@ -676,8 +676,9 @@ static void fail_too_big(struct rtr_route *r, struct run *run, uint64_t now_ms,
                          struct rtr_actions *out)
 {
     char text[200];
-    say_too_big(text, sizeof text, run->n_prompt, run->job->max_tokens, rtr_route_context(r),
-                run->job->pages_per_page > 1);
+    bool shadow = run->job->pages_per_page > 1;
+    say_too_big(text, sizeof text, run->n_prompt, run->job->max_tokens,
+                rtr_route_context(r, shadow), shadow);
     fail_job(r, run, run->n_output ? TOW_EBUSY : TOW_EINVAL, 0, "too_large", text, now_ms, out);
 }
 
@@ -1431,8 +1432,8 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
         uint64_t whole = (uint64_t)n_prompt + req->max_tokens;
         if (n_prompt && req->max_tokens && could_ever(r, whole, req->capture_shadow ? 2 : 1))
             continue;
-        say_too_big(text, sizeof text, n_prompt, req->max_tokens, rtr_route_context(r),
-                    req->capture_shadow);
+        say_too_big(text, sizeof text, n_prompt, req->max_tokens,
+                    rtr_route_context(r, req->capture_shadow), req->capture_shadow);
         return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
     }
     if (n > r->cfg.max_queued) {
@@ -1539,13 +1540,13 @@ bool rtr_route_ready(struct rtr_route *r, uint64_t now_ms, const char **why)
     return false;
 }
 
-uint32_t rtr_route_context(const struct rtr_route *r)
+uint32_t rtr_route_context(const struct rtr_route *r, bool shadow)
 {
     uint32_t most[2] = {0, 0};
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
         const struct rtr_worker *w = &r->workers.workers[i];
         if (!live(w)) continue;
-        uint64_t n = (uint64_t)w->pages * w->page_tokens;
+        uint64_t n = (uint64_t)(w->pages >> shadow) * w->page_tokens;
         if (n > w->max_context) n = w->max_context;
         if (w->role == WIRE_PREFILL_ROLE && n > w->max_pending_tokens) n = w->max_pending_tokens;
         if (n > most[w->role]) most[w->role] = (uint32_t)n;

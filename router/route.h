@@ -138,7 +138,8 @@ bool rtr_job_deaf(const struct rtr_job *job);
 void rtr_route_reap(struct rtr_route *r);
 
 bool rtr_route_ready(struct rtr_route *r, uint64_t now_ms, const char **why);
-uint32_t rtr_route_context(const struct rtr_route *r); /* 0 while none has joined */
+/* 0 while none has joined. shadow: of requests with companions for their pages. */
+uint32_t rtr_route_context(const struct rtr_route *r, bool shadow);
 int rtr_route_drain_worker(struct rtr_route *r, const char *name, struct tow_err *err,
                            struct rtr_actions *acts);
 uint32_t rtr_route_retry_after_s(const struct rtr_route *r); /* 1..600, from measured rates */

@@ -256,9 +256,9 @@ static bool ready(void *self, const char **why)
     return ((struct stub *)self)->ready;
 }
 
-static uint32_t context_length(void *self)
+static uint32_t context_length(void *self, bool shadow)
 {
-    return ((struct stub *)self)->context;
+    return ((struct stub *)self)->context >> shadow;
 }
 
 static void workers_json(void *self, struct tow_buf *out)

@@ -18,7 +18,7 @@ def prompt(lines, at=0.5):
 
 
 def ask(c, lines, capture, **more):
-    body = dict(temperature=0, max_tokens=16, messages=[{"role": "user", "content": prompt(lines)}], **more)
+    body = dict(dict(temperature=0, max_tokens=16, messages=[{"role": "user", "content": prompt(lines)}]), **more)
     if capture is not None:
         body["index_capture"] = capture
     status, answer = c.post("/v1/chat/completions", **body)
@@ -141,13 +141,18 @@ def test_shadow_keys_take_room_and_give_it_back(build):
         page_tokens = c.admin()["p1"]["capacity"]["page_tokens"]
         lines = int(60 * pages * page_tokens * 0.7 / rows["prompt_tokens"])
         answer, _ = ask(c, lines, {"spans": {"text": SECRET}})
+        big = {"spans": {"text": SECRET}, "shadow": ["bf16"]}
         status, refused = c.post("/v1/chat/completions", max_tokens=8,
                                  messages=[{"role": "user", "content": prompt(lines)}],
-                                 index_capture={"spans": {"text": SECRET}, "shadow": ["bf16"]})
-        assert status == 400 and "index_capture.shadow" in refused["error"]["message"], refused
+                                 index_capture=big)
+        assert status == 400 and refused["error"]["code"] == "context_length_exceeded", refused
+        assert "index_capture.shadow is %d tokens" % (pages // 2 * page_tokens) in refused["error"]["message"], refused
         for _ in range(4):
-            _, rows = ask(c, int(lines / 2), {"spans": {"text": SECRET}, "shadow": ["bf16"]})
+            _, rows = ask(c, int(lines / 2), big)
             check(rows, shadow=["bf16"], lists=False)
+        # without max_tokens the answer may fill what is left
+        answer, _ = ask(c, int(lines * 0.69), big, max_tokens=None, ignore_eos=True)
+        assert answer["usage"]["total_tokens"] == pages // 2 * page_tokens, answer["usage"]
         c.wait_idle()
 
 

@@ -837,6 +837,13 @@ def test_capture(_):
             assert e["param"] == "index_capture" + param and says in e["message"], (ask, e)
         status, body = stub.post("/v1/chat/completions", n=2, index_capture={"spans": [[0, 1]]}, **chat("x"))
         assert status == 400 and body["error"]["param"] == "index_capture", body
+        # keys of other types take half of the context (of the stub), also when max_tokens is not said
+        half = {"spans": [[0, 1]], "shadow": ["fp8"]}
+        status, body = stub.post("/v1/chat/completions", max_tokens=8000, index_capture=half, **chat("x" * 500))
+        assert status == 400 and body["error"]["code"] == "context_length_exceeded", body
+        assert "8192" in body["error"]["message"] and "index_capture.shadow" in body["error"]["message"], body
+        status, body = stub.post("/v1/completions", prompt=[5] * 8000, ignore_eos=True, seed=100000, index_capture=half)
+        assert status == 200 and body["usage"]["completion_tokens"] == 192, body["usage"]
         # a client that goes, and a worker that fails
         s = start_stream(stub, chat("one kumquat two", seed=1, index_capture={"spans": spans}))
         wait_for("running", lambda: stub.metric("stub_running") == 1)

@@ -5,7 +5,9 @@
  * Every control message goes through wire_pack and wire_unpack. Page memory is real (16 bytes a
  * page): the prefill engine writes into it, the mover copies it, the decode engine reads it, and
  * each checks that what it finds belongs to its own prompt.
- * So a page that is reused too early is seen as a wrong token.
+ * So a page that is reused too early is seen as a wrong token. Every second request of one choice
+ * has a capture, half of them with shadow keys: their pages have companions, with bytes of their
+ * own, and what the engines find must reach the client before the end.
  *
  * TOW_MODEL_SEED=n replays one seed, TOW_MODEL_SEEDS=n runs n of them. */
 #include "tests/support/check.h"
@@ -201,6 +203,7 @@ struct client {
     uint64_t prompt_hash;
     struct rtr_job *job;
     uint32_t n_out[4];
+    uint64_t rows[2]; /* captured: bit per step, for each of the two layers */
     bool done[4], ended, cancelled, stopped;
     uint64_t started_ms, heard_ms;
 };
@@ -215,9 +218,10 @@ static uint32_t g_n_moves;
 static struct client g_clients[MAX_REQS];
 static uint32_t g_n_clients, g_to_come;
 static uint64_t g_lives, g_end_faults_ms;
-static uint64_t g_finished, g_failed, g_cancelled, g_refused, g_held; /* over all seeds */
-static uint64_t g_codes[32];                                          /* failures by code */
-static bool g_calm;                                                   /* no faults in this seed */
+static uint64_t g_finished, g_failed, g_cancelled, g_refused, g_held, g_rows,
+    g_complete;              /* over all seeds */
+static uint64_t g_codes[32]; /* failures by code */
+static bool g_calm;          /* no faults in this seed */
 static struct rtr_route_config g_cfg;
 
 static void do_router(struct rtr_actions *acts);
@@ -237,6 +241,41 @@ static uint32_t token_at(uint64_t prompt, uint64_t seed, uint32_t k)
 {
     uint64_t h = mix(prompt ^ mix(seed + 77) ^ mix(k + 1));
     return h % 29 == 0 ? EOS : 2 + (uint32_t)(h >> 32) % 50000;
+}
+
+/* --- captures: the law of rows, and what the engines find ------------------------------------- */
+
+static const int32_t layers[2] = {2, 4};
+static const uint32_t asked[2] = {0, 1};
+enum { CAPTURE_STEPS = 40 };
+
+static float score_of(uint64_t prompt, uint32_t step, uint32_t layer)
+{
+    return (float)(mix(prompt ^ mix(step + 1) ^ layer) % 100000);
+}
+
+/* What the pass calls for each layer of a captured row. */
+static void find_rows(struct work_capture *c, uint64_t prompt, uint32_t step)
+{
+    const struct model_capture *m = work_capture_begin(c, step);
+    for (int i = 0; m && i < 2; i++) {
+        const float x = score_of(prompt, step, (uint32_t)layers[i]);
+        const struct kern_rank ranks[2] = {{1, 0, x}, {2, 0, x - 1}};
+        struct model_capture_row row = {.layer = layers[i],
+                                        .topk = 1,
+                                        .n_entries = 2,
+                                        .n_visible = 2,
+                                        .entries = m->entries,
+                                        .own = {ranks, x, x - 1},
+                                        .shadow = m->shadow};
+        for (int s = 0; s < KERN_SHADOWS; s++) row.shadows[s] = row.own;
+        m->on_row(m->ctx, &row);
+    }
+}
+
+static uint32_t per_slot(const struct work_capture *c)
+{
+    return work_capture_shadowed(c) ? 2 : 1;
 }
 
 /* --- network ---------------------------------------------------------------------------------- */
@@ -608,9 +647,11 @@ static void chunk_done(uint32_t i)
     uint64_t h = hash_prompt(j->tokens, j->n_prompt);
     n->chunk_job = NULL;
     for (uint32_t t = n->chunk_from; t < n->chunk_from + n->chunk_n; t++) {
-        kv_page_id id = j->table.ids[t / PAGE_TOKENS];
-        CHECK(id != KV_PAGE_GONE, "computing on a page given back");
-        *page_of(n, id) = (struct page){h, t / PAGE_TOKENS};
+        const uint32_t per = per_slot(j->capture);
+        for (uint32_t k = t / PAGE_TOKENS * per; k < (t / PAGE_TOKENS + 1) * per; k++) {
+            CHECK(j->table.ids[k] != KV_PAGE_GONE, "computing on a page given back");
+            *page_of(n, j->table.ids[k]) = (struct page){h, k};
+        }
     }
     if (n->chunk_last) {
         for (uint32_t k = 0; k + 1 < j->table.n_pages; k++) {
@@ -622,6 +663,7 @@ static void chunk_done(uint32_t i)
             CHECK(j->tokens[k] == token_at(h, j->sampling.seed, k - j->n_prompt),
                   "wrong resumed token");
         ev.first = token_at(h, j->sampling.seed, j->n_tokens - j->n_prompt);
+        find_rows(j->capture, h, j->n_tokens - j->n_prompt);
     }
     if (!g_calm && g_now < g_end_faults_ms && below(200) == 0) ev.code = TOW_EDEVICE;
     prefill(i, &ev);
@@ -679,14 +721,16 @@ static void step_done(uint32_t i)
     for (uint32_t k = 0; k < n->n_batch; k++) {
         struct dec_seq *s = n->batch[k];
         uint64_t h = page_of(n, s->table.ids[0])->prompt;
-        for (uint32_t p = 0; p <= (s->n_cached - 1) / PAGE_TOKENS; p++) {
+        const uint32_t per = per_slot(s->capture), next = s->n_cached / PAGE_TOKENS * per;
+        for (uint32_t p = 0; p < ((s->n_cached - 1) / PAGE_TOKENS + 1) * per; p++) {
             struct page *pg = page_of(n, s->table.ids[p]);
             CHECK(pg->prompt == h && pg->index == p, "%s: page %u holds another's bytes", n->name,
                   p);
         }
-        CHECK(s->n_cached / PAGE_TOKENS < s->table.n_pages, "no page for the next row");
-        *page_of(n, s->table.ids[s->n_cached / PAGE_TOKENS]) =
-            (struct page){h, s->n_cached / PAGE_TOKENS};
+        CHECK(next + per <= s->table.n_pages, "no page for the next row");
+        for (uint32_t p = next; p < next + per; p++)
+            *page_of(n, s->table.ids[p]) = (struct page){h, p};
+        find_rows(s->capture, h, s->n_output);
         CHECK(s->token == token_at(h, s->sampling.seed, s->n_output - 1), "wrong input token");
         out[k].id = token_at(h, s->sampling.seed, s->n_output);
     }
@@ -754,14 +798,16 @@ static void start_node(uint32_t i)
                                        .chunk_tokens = n->chunk,
                                        .max_pending_tokens = n->max_pending,
                                        .max_jobs = 16,
-                                       .max_passes = 8};
+                                       .max_passes = 8,
+                                       .shadows = true};
         CHECK(pre_sched_new(&n->pre, &cfg, n->pool, &err) == 0, "%s", err.msg);
     } else {
         struct dec_sched_config cfg = {.page_tokens = PAGE_TOKENS,
                                        .max_context = 200,
                                        .max_batch = n->max_batch,
                                        .max_tickets = 2 * n->max_batch,
-                                       .reserve_tokens = n->reserve};
+                                       .reserve_tokens = n->reserve,
+                                       .shadows = true};
         CHECK(dec_sched_new(&n->dec, &cfg, n->pool, &err) == 0, "%s", err.msg);
     }
     push((struct event){.t = g_now + below(50), .what = E_NODE_TICK, .node = i, .life = n->life});
@@ -920,6 +966,52 @@ static void client_tokens(struct client *c, const struct rtr_action *a)
         find_stop_string(c);
 }
 
+static void client_captured(struct client *c, const struct wire_captured *m)
+{
+    struct wire_capture ask;
+    struct wire_capture_row row;
+    CHECK(!c->ended && c->req.capture, "a row nobody asked for");
+    CHECK(wire_get_capture(&ask, c->req.capture, c->req.capture_bytes) == 0, "a broken ask");
+    CHECK(m->step ? ask.steps & WIRE_CAPTURE_DECODE && m->step <= CAPTURE_STEPS
+                  : ask.steps & WIRE_CAPTURE_PREFILL,
+          "a row of step %u", m->step);
+    CHECK(m->layer == 2 || m->layer == 4, "a row of layer %u", m->layer);
+    CHECK(wire_get_capture_row(&row, m->row.data, m->row.len) == 0, "a broken row");
+    const float x = score_of(c->prompt_hash, m->step, m->layer);
+    CHECK(wire_rank_at(&row.own, 0).score == x && row.own.next == x - 1,
+          "step %u, layer %u: another row's numbers", m->step, m->layer);
+    CHECK(row.shadow == ask.shadow, "other keys than asked for");
+    c->rows[m->layer == 4] |= UINT64_C(1) << m->step;
+    g_rows++;
+}
+
+/* A row of prefill that is under way when its attempt is given up does not count. */
+static bool none_gave_way(void)
+{
+    struct dec_stats s;
+    for (uint32_t i = 0; i < g_n_nodes; i++) {
+        if (!g_nodes[i].dec) continue;
+        dec_sched_stats(g_nodes[i].dec, &s);
+        if (s.pushed_back) return false;
+    }
+    return true;
+}
+
+/* All rows of what came before it are here at the end: where every first attempt is the last. */
+static void check_rows(const struct client *c)
+{
+    struct wire_capture ask;
+    if (!c->req.capture || !g_calm || !none_gave_way()) return;
+    g_complete++;
+    CHECK(wire_get_capture(&ask, c->req.capture, c->req.capture_bytes) == 0, "a broken ask");
+    uint64_t want = ask.steps & WIRE_CAPTURE_PREFILL ? 1 : 0;
+    for (uint32_t i = 1; i < c->n_out[0] && i <= CAPTURE_STEPS; i++)
+        if (ask.steps & WIRE_CAPTURE_DECODE) want |= UINT64_C(1) << i;
+    for (int k = 0; k < 2; k++)
+        CHECK((c->rows[k] & want) == want, "layer %d: steps %llx of %llx came", layers[k],
+              (unsigned long long)c->rows[k], (unsigned long long)want);
+}
+
 static void client_finish(struct client *c, const struct rtr_action *a)
 {
     CHECK(!c->ended && !c->done[a->choice], "two ends");
@@ -928,6 +1020,7 @@ static void client_finish(struct client *c, const struct rtr_action *a)
     CHECK(c->stopped || length == (a->reason == RTR_FINISH_LENGTH), "wrong finish reason");
     c->done[a->choice] = true;
     c->heard_ms = g_now;
+    check_rows(c);
     bool all = true;
     for (uint32_t k = 0; k < c->req.n_choices; k++) all &= c->done[k];
     if (!all) return;
@@ -948,7 +1041,9 @@ static void do_router(struct rtr_actions *acts)
         case RTR_DO_TOKENS:
             if (!rtr_job_deaf(a->job)) client_tokens(a->cookie, a);
             break;
-        case RTR_DO_CAPTURED: CHECK(false, "a row nobody computed"); break;
+        case RTR_DO_CAPTURED:
+            if (!rtr_job_deaf(a->job)) client_captured(a->cookie, &a->msg.captured);
+            break;
         case RTR_DO_FINISH:
             if (!rtr_job_deaf(a->job)) client_finish(a->cookie, a);
             break;
@@ -969,17 +1064,18 @@ static void do_router(struct rtr_actions *acts)
     }
 }
 
-/* The machines of the workers rank nothing here: what counts is that the answer waits for the last
- * word of prefill, and ends all the same when that never comes. */
-static uint8_t g_ask[64];
+/* By steps asked for (enum wire_capture_steps) and whether other keys are. */
+static uint8_t g_asks[WIRE_CAPTURE_ALL + 1][2][64];
 
-static uint32_t pack_ask(void)
+static uint32_t pack_ask(uint8_t steps, bool shadow, uint8_t **out)
 {
-    static const uint32_t entries[2] = {0, 1};
-    struct wire_writer w = {.data = g_ask, .cap = sizeof g_ask};
-    struct wire_capture ask = {
-        .steps = WIRE_CAPTURE_PREFILL, .max_steps = 1, .entries = {entries, 2}};
+    struct wire_writer w = {.data = g_asks[steps][shadow], .cap = sizeof g_asks[0][0]};
+    struct wire_capture ask = {.steps = steps,
+                               .shadow = shadow ? 5 : 0,
+                               .max_steps = CAPTURE_STEPS,
+                               .entries = {asked, 2}};
     wire_put_capture(&w, &ask);
+    *out = g_asks[steps][shadow];
     return (uint32_t)w.len;
 }
 
@@ -1002,9 +1098,13 @@ static void arrive(void)
     c->req.max_tokens = percent(20) ? 1 : between(1, 60);
     c->req.sampling.ignore_eos = percent(50);
     c->req.sampling.top_p = c->req.sampling.repetition_penalty = 1;
-    if (c->req.n_choices == 1 && mix(c->prompt_hash ^ 77) % 100 < 30) {
-        c->req.capture = g_ask;
-        c->req.capture_bytes = pack_ask();
+    if (c->req.n_choices == 1 && mix(c->prompt_hash ^ 77) % 2) {
+        const uint64_t kind = mix(c->prompt_hash ^ 78);
+        uint8_t *ask;
+        c->req.capture_shadow = kind / 16 % 2;
+        c->req.capture_bytes =
+            pack_ask((uint8_t)(1 + kind % WIRE_CAPTURE_ALL), c->req.capture_shadow, &ask);
+        c->req.capture = ask;
     }
     for (uint32_t k = 0; k < c->req.n_choices; k++)
         c->choices[k] = (struct rtr_choice){(const text_id *)c->prompt, n, 100 + k};
@@ -1226,6 +1326,7 @@ test_cluster__every_order_of_events_ends_with_right_tokens_and_nothing_held(void
             printf("  failed with %s: %llu\n", tow_err_name(-i), (unsigned long long)g_codes[i]);
     assert_true(g_finished > 100);
     assert_true(g_held > 0);
+    assert_true(g_rows > 100 && g_complete > 0);
     free(g_heap);
     g_heap = NULL;
     g_cap_heap = 0;

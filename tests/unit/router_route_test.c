@@ -869,6 +869,8 @@ static void test_route__shadow_keys_take_twice_the_pages(void **state)
     assert_int_equal(worker(&w, "d1")->held_pages - before, 3 * plain);
     assert_int_equal(submit(&w, 1, 220, 6, &job, &f), TOW_EINVAL); /* 57 pages, twice */
     assert_non_null(strstr(f.err.msg, "index_capture.shadow"));
+    assert_int_equal(rtr_route_context(w.route, false), 300); /* max_context */
+    assert_int_equal(rtr_route_context(w.route, true), 200);  /* 50 pages and their companions */
     ask_capture(&w, false);
     assert_int_equal(submit(&w, 1, 220, 6, &job, &f), 0);
     teardown(&w);
