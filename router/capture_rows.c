@@ -34,7 +34,7 @@ void rtr_capture_rows_fini(struct rtr_capture_rows *r)
 
 /* ---- collecting ---- */
 
-/* Where (step, layer) is or belongs. From the end: rows come nearly in order. */
+/* Where (step, layer) is or belongs. */
 static uint32_t find(const struct rtr_capture_rows *r, uint32_t step, uint32_t layer)
 {
     uint32_t lo = 0, hi = r->n;
