@@ -84,8 +84,9 @@ const char *work_capture_check(struct wire_bytes ask, bool shadows, bool *shadow
     if (!ids_fit(a.layers)) return "capture.layers: an id is above 2147483647";
     if (!ids_fit(a.entries)) return "capture.entries: an id is above 2147483647";
     if (a.shadow && !shadows)
-        return "capture.shadow: this worker can keep no shadow keys; index keys must be of 16 bits "
-               "or fewer, and three kinds of them fit into a page";
+        return "capture.shadow: this worker can keep no shadow keys: its own index keys are f32, "
+               "or "
+               "those of the other two types do not fit into a page (wider with kv-dtype bf16)";
     *shadowed = a.shadow != 0;
     return NULL;
 }

@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """index_capture through router, prefill and decode: the ranks of a span are the same whatever way it took, cost nobody else a token,
-and leave nothing behind. usage: test_capture_ways.py BUILD_DIR
-
-Clusters with --kv-dtype bf16 keep shadow keys of all three types whatever the cache's own are."""
+and leave nothing behind. usage: test_capture_ways.py BUILD_DIR"""
 import json
 
 import harness
@@ -11,7 +9,6 @@ from harness import Cluster, Job, token_ids, wait_for
 LAYERS = [2, 4, 6]  # of the demo model, those with an indexer
 SHADOWS = ["bf16", "fp8", "fp4"]
 ON = ["--index-capture"]
-WIDE = ["--kv-dtype", "bf16"]
 SPAN = [[120, 131], [3, 4]]
 ENTRIES = [0, 1] + list(range(30, 34))
 
@@ -74,7 +71,7 @@ def test_chunks_and_hand_over(build):
     """Ranks are the same to the last bit at any chunk size, and a row decode computed is what prefill would have found."""
     exact, ids = {}, {n: token_ids(n, n) for n in (140, 257, 700)}
     for chunk in (64, 200, 512):
-        with Cluster(build, router=ON, workers=WIDE, prefill_args=["--chunk-tokens", str(chunk)]) as c:
+        with Cluster(build, router=ON, prefill_args=["--chunk-tokens", str(chunk)]) as c:
             for n, prompt in ids.items():
                 plain = ask(c, prompt, None)[1]
                 got, text = ask(c, prompt, {"steps": "all", "shadow": SHADOWS, "lists": True})
@@ -169,7 +166,7 @@ def test_in_company(build):
     """Captures with and without shadow keys beside other requests, in pools so small that sequences give way: each gets the
     ranks and the tokens it gets alone, and every page comes back."""
     lengths = (140, 300, 420, 700, 900)
-    with Cluster(build, router=ON, workers=WIDE + ["--kv-pages", "24"], decode_args=["--reserve-tokens", "16"]) as c:
+    with Cluster(build, router=ON, workers=["--kv-pages", "24"], decode_args=["--reserve-tokens", "16"]) as c:
         def one(i, capture):
             return ask(c, token_ids(lengths[i % 5], i), capture, n=40)
         asks = [{"steps": "all", "shadow": SHADOWS}, None, {"steps": "all"}, {"steps": "decode", "shadow": ["fp8"]}, None]
@@ -188,7 +185,7 @@ def test_in_company(build):
 
 def test_client_leaves(build):
     """A captured stream that is closed in the middle gives everything back."""
-    with Cluster(build, router=ON, workers=WIDE) as c:
+    with Cluster(build, router=ON) as c:
         for how in ("fin", "reset"):
             s = c.stream(dict(prompt=token_ids(700, 1), temperature=0, max_tokens=400, ignore_eos=True,
                               index_capture={"spans": SPAN, "steps": "all", "max_steps": 4096, "shadow": SHADOWS}),
@@ -204,7 +201,7 @@ def test_decode_dies(build):
     ids = token_ids(300, 11)
     body = dict(prompt=ids, temperature=0, max_tokens=120, ignore_eos=True, index_topk=16,
                 index_capture={"spans": SPAN, "steps": "all", "max_steps": 4096, "shadow": SHADOWS})
-    with Cluster(build, decode=2, router=ON, workers=WIDE) as c:
+    with Cluster(build, decode=2, router=ON) as c:
         want, text = ask(c, ids, {"steps": "all", "max_steps": 4096, "shadow": SHADOWS}, n=120)
         check_steps(want, 300, list(range(120)), SHADOWS)
         for d in c.decodes:  # whichever gets it dies at its 80th token; the other one has 40 left

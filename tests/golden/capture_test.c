@@ -1,9 +1,6 @@
 /* Captures on the demo model: ranks are the same bits whatever the chunks, the companions and the
  * process, ranks by shadow keys are those of a cache that keeps such keys, and all are what a plain
- * count over the scores gives.
- *
- * Main entries are kept in bf16, so that shadows of every type fit into a page whatever the cache's
- * own index keys are. */
+ * count over the scores gives. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -142,7 +139,7 @@ static struct model *open_model(enum kern_ik_fmt ik)
     struct model *m = NULL;
     const struct model_options o = {.device = "cpu",
                                     .n_threads = 2,
-                                    .kv_fmt = KERN_KV_BF16,
+                                    .kv_fmt = KERN_KV_FP8,
                                     .ik_fmt = ik,
                                     .expert_aq = KERN_AQ_A128,
                                     .max_rows = PROMPT,
