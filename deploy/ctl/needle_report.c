@@ -79,13 +79,12 @@ static struct ctl_field field_at(const struct ctl_report *r, const struct panel 
 
 static void title_of(const struct panel *p, char *to, size_t cap)
 {
-    char topk[24] = "default", shadow[48] = "";
+    char topk[24] = "default";
+    const bool shadow = p->shadow >= 0;
     if (p->setting.topk) snprintf(topk, sizeof topk, "%lld", (long long)p->setting.topk);
-    if (p->shadow >= 0)
-        snprintf(shadow, sizeof shadow, ", by %s keys (shadow)",
-                 text_precision_name((enum text_precision)p->shadow));
-    snprintf(to, cap, "%s, keys %s, top-k %s%s", ctl_filler_names[p->setting.filler],
-             ctl_keys_names[p->setting.keys], topk, shadow);
+    snprintf(to, cap, "%s, keys %s%s%s, top-k %s", ctl_filler_names[p->setting.filler],
+             ctl_keys_names[p->setting.keys], shadow ? ", shadow " : "",
+             shadow ? text_precision_name((enum text_precision)p->shadow) : "", topk);
 }
 
 /* Whether the cell is part of this sweep: its file may hold more. */
@@ -258,12 +257,13 @@ enum {
     FONT = 12,
     FIELD_W = 76,
     FIELD_H = 36,
-    LEFT = 56,  /* room for depths */
-    TOP = 44,   /* title of a panel and lengths */
-    GAP = 24,   /* between panels */
-    HEAD = 40,  /* title of the page */
-    FOOT = 56,  /* legend */
-    ACROSS = 3, /* panels in a row */
+    LEFT = 56,      /* room for depths */
+    TOP = 44,       /* title of a panel and lengths */
+    GAP = 24,       /* between panels */
+    HEAD = 40,      /* title of the page */
+    FOOT = 56,      /* legend */
+    LEAST_W = 860,  /* of the page: the legend's lines */
+    MAX_ACROSS = 6, /* panels in a row */
     SHADES = 5,
 };
 
@@ -313,10 +313,11 @@ static const char *shade_of(const struct ctl_field *f)
 struct svg_out {
     struct tow_buf *out;
     int at;            /* number of the panel */
+    int across;        /* panels in a row */
     int width, height; /* of a panel */
 };
 
-static void svg_field(struct tow_buf *out, int x, int y, const struct ctl_field *f)
+static void svg_field(struct tow_buf *out, int x, int y, const struct ctl_field *f, bool shadow)
 {
     tow_buf_printf(out,
                    "<rect x=\"%d\" y=\"%d\" width=\"%d\" height=\"%d\" fill=\"%s\" "
@@ -326,7 +327,8 @@ static void svg_field(struct tow_buf *out, int x, int y, const struct ctl_field 
     char text[32];
     /* one repetition: a mark; more: the count */
     if (f->n == 1)
-        snprintf(text, sizeof text, "%s", f->hits ? "found" : "missed");
+        snprintf(text, sizeof text, "%s",
+                 shadow ? (f->hits ? "selected" : "beyond") : (f->hits ? "found" : "missed"));
     else
         snprintf(text, sizeof text, "%d/%d", f->hits, f->n);
     put_label(out, x + FIELD_W / 2, y + (f->rank ? 15 : 22), "middle", NULL, text);
@@ -338,8 +340,8 @@ static void svg_field(struct tow_buf *out, int x, int y, const struct ctl_field 
 static void svg_panel(void *ctx, const struct ctl_report *r, const struct panel *p)
 {
     struct svg_out *s = ctx;
-    const int x0 = GAP + s->at % ACROSS * (s->width + GAP) + LEFT;
-    const int y0 = HEAD + s->at / ACROSS * (s->height + GAP) + TOP;
+    const int x0 = GAP + s->at % s->across * (s->width + GAP) + LEFT;
+    const int y0 = HEAD + s->at / s->across * (s->height + GAP) + TOP;
     char title[160], text[32];
     s->at++;
     title_of(p, title, sizeof title);
@@ -353,7 +355,7 @@ static void svg_panel(void *ctx, const struct ctl_report *r, const struct panel 
         put_label(s->out, x0 - 6, y0 + d * FIELD_H + 22, "end", NULL, text);
         for (int l = 0; l < r->grid->n_lengths; l++) {
             struct ctl_field f = field_at(r, p, l, d);
-            svg_field(s->out, x0 + l * FIELD_W, y0 + d * FIELD_H, &f);
+            svg_field(s->out, x0 + l * FIELD_W, y0 + d * FIELD_H, &f, p->shadow >= 0);
         }
     }
 }
@@ -368,6 +370,7 @@ static void count_panel(void *ctx, const struct ctl_report *r, const struct pane
 static void svg_legend(struct tow_buf *out, int y)
 {
     static const char *const names[SHADES] = {"none found", "", "some", "", "all found"};
+    static const int steps[SHADES] = {104, 26, 72, 26, 0};
     int x = GAP;
     for (int i = 0; i < SHADES; i++) {
         tow_buf_printf(out,
@@ -375,12 +378,22 @@ static void svg_legend(struct tow_buf *out, int y)
                        "stroke=\"#888888\"/>\n",
                        x, y, shades[i]);
         if (names[i][0]) put_label(out, x + 24, y + 12, "start", NULL, names[i]);
-        x += names[i][0] ? 96 : 26;
+        x += steps[i];
     }
     put_label(
         out, GAP, y + 34, "start", "small",
         "columns: tokens of the prompt; rows: share of the text before the value; rank: median "
-        "of its best rank (1 is best)");
+        "of its best rank (1 is best); "
+        "shadow: selected, were keys of that type");
+}
+
+/* A row has the key types of one filler and top-k; where there is one type, the top-k of a filler. */
+static int panels_across(const struct ctl_report *r)
+{
+    int each = r->grid->n_keys;
+    for (int p = 0; p < TEXT_PRECISIONS; p++) each += (r->shadow >> p & 1) ? r->grid->n_keys : 0;
+    if (each == 1) each = r->grid->n_topks;
+    return each < MAX_ACROSS ? each : MAX_ACROSS;
 }
 
 void ctl_report_svg(const struct ctl_report *r, struct tow_buf *out)
@@ -390,11 +403,12 @@ void ctl_report_svg(const struct ctl_report *r, struct tow_buf *out)
     /* titles need room even where there are few columns */
     int inner = LEFT + r->grid->n_lengths * FIELD_W, least = 340;
     struct svg_out s = {.out = out,
+                        .across = panels_across(r),
                         .width = inner > least ? inner : least,
                         .height = TOP + r->grid->n_depths * FIELD_H};
-    int across = panels < ACROSS ? panels : ACROSS, down = (panels + ACROSS - 1) / ACROSS;
-    int width = GAP + across * (s.width + GAP), height = HEAD + down * (s.height + GAP) + FOOT;
-    if (width < 640) width = 640; /* the legend */
+    int down = (panels + s.across - 1) / s.across;
+    int width = GAP + s.across * (s.width + GAP), height = HEAD + down * (s.height + GAP) + FOOT;
+    if (width < LEAST_W) width = LEAST_W;
     tow_buf_printf(out,
                    "<?xml version=\"1.0\" encoding=\"UTF-8\"?>\n"
                    "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"%d\" height=\"%d\" "

@@ -348,7 +348,8 @@ static void test_ctl_needle_report__table_has_panels_and_misses(void **state)
     ctl_report_table(&r, &out);
     assert_false(tow_buf_failed(&out));
     assert_non_null(strstr(out.data, "code, keys bf16, top-k 64\n"));
-    assert_non_null(strstr(out.data, "logs, keys fp4, top-k default, by bf16 keys (shadow)"));
+    assert_non_null(
+        strstr(out.data, "logs, keys fp4, shadow bf16, top-k default: would be selected"));
     assert_non_null(strstr(out.data, "1/3 rank 25"));
     assert_non_null(strstr(out.data, "layer 2: 225, layer 4: 25\n"));
     assert_non_null(strstr(out.data, "missed 1024,100,code,2,bf16,64  key_precision: rank 45"));
