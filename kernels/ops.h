@@ -255,11 +255,12 @@ struct kern_mtp_mix {
 };
 
 /* The list; it makes the table's members and drives the parity tests. */
+/* clang-format off */
 #define KERN_OPS(X)                                                                                \
-    X(embed)                                                                                       \
-    X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope) X(kv_prep)        \
-        X(window_store) X(compress) X(index_query) X(index_select) X(attention) X(route) X(moe)    \
-            X(swiglu) X(add) X(mtp_mix)
+    X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope)          \
+    X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select) X(attention) X(route)    \
+    X(moe) X(swiglu) X(add) X(mtp_mix)
+/* clang-format on */
 
 struct kern_ops {
     const char *name;
