@@ -169,7 +169,7 @@ static int check_tools(const struct json *tools, struct tow_err *err)
     size_t k = 0;
     JSON_EACH(tool, tools)
     {
-        const struct json *f;
+        const struct json *f = NULL;
         const char *s = NULL, *type = NULL;
         int rc = json_get_string(tool, "type", "function", &type, NULL, err);
         if (rc == 0 && strcmp(type, "function") != 0)
