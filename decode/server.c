@@ -250,10 +250,6 @@ static void on_move(void *self, const struct kv_mover_event *m)
 static void on_stepped(void *self, struct work_step *step)
 {
     struct server *d = self;
-    if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS) {
-        work_die(d->w, &d->step_err);
-        return;
-    }
     if (step->rc < 0)
         tow_error("%s: step of %d: %s", d->w->name, step->n, d->step_err.msg);
     else

@@ -334,10 +334,6 @@ static void on_stepped(void *self, struct work_step *step)
     struct server *p = self;
     uint8_t row[4 + 8 * WIRE_MAX_TOP];
     struct pre_event ev = {.kind = PRE_ON_CHUNK, .code = step->rc < 0 ? step->rc : p->item.rc};
-    if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS) {
-        work_die(p->w, &p->step_err);
-        return;
-    }
     if (step->rc < 0)
         tow_error("%s: chunk: %s", p->w->name, p->step_err.msg);
     else

@@ -585,6 +585,8 @@ static void on_engine_wake(void *arg)
     while ((step = work_engine_done(w->engine))) {
         if (step == &w->own->probe)
             w->own->probing = false;
+        else if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS)
+            work_die(w, step->err);
         else
             w->role->on_stepped(w->own->self, step);
     }
