@@ -20,6 +20,7 @@
 #define WARM_AGAIN_MS  500u
 #define WARM_LIMIT_MS  5000u /* for a warm-up to find room */
 #define WARM_UP_TOKENS 3u
+#define LANE_PART      8u /* long runs leave an eighth; prefill's rule is the same */
 
 enum run_state { QUEUED, RESERVING, PREFILLING, STREAMING, OVER, RUN_STATES };
 enum side_state { SIDE_NONE, SIDE_LIVE, SIDE_ENDING, SIDE_OVER };
@@ -475,7 +476,7 @@ static bool is_long(const struct rtr_worker *p, const struct run *run)
 /* What long ones leave free of total; 0 beside one that needs more than the rest. */
 static uint64_t lane(uint64_t total, uint64_t least, uint64_t need)
 {
-    uint64_t n = total / 8 > least ? total / 8 : least;
+    uint64_t n = total / LANE_PART > least ? total / LANE_PART : least;
     return need + n <= total ? n : 0;
 }
 
@@ -1072,10 +1073,9 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
         return;
     }
     bool length = m->reason == WIRE_FINISH_LENGTH;
-    bool right = run->state == PREFILLING || run->state == STREAMING;
-    right =
-        right && m->n_output == run->n_output && (!length || run->n_output == run->job->max_tokens);
-    if (!right) {
+    bool running = run->state == PREFILLING || run->state == STREAMING;
+    bool whole = !length || run->n_output == run->job->max_tokens;
+    if (!running || m->n_output != run->n_output || !whole) {
         distrust(r, run, "finish does not fit the tokens", now_ms, out);
         return;
     }
