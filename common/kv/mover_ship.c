@@ -334,15 +334,14 @@ static void on_piece(void *arg, int code)
         size_t n = piece_of(r);
         bool last = r->at + n == bytes_of(m, index_of(p));
         if (last) flip_if_told(here, n);
-        if (r->at == 0 && !last) tow_hash_begin(&r->digest);
         if (r->at == 0 && last) {
             code = check_digest(p, tow_hash64(here, n));
         } else {
+            if (r->at == 0) tow_hash_begin(&r->digest);
             tow_hash_add(&r->digest, here, n);
             r->at += n;
-            if (!last) code = read_piece(r);
+            code = last ? check_digest(p, tow_hash_end(&r->digest)) : read_piece(r);
             if (!last && code == 0) return;
-            if (last) code = check_digest(p, tow_hash_end(&r->digest));
         }
     }
     r->p = NULL;
