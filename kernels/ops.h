@@ -201,8 +201,8 @@ struct kern_route {
     const float *bias;   /* [E], NULL in hash layers */
     const void *tid2eid; /* NULL, or [V, k] i64 / i32, any alignment */
     int32_t tid_bytes;   /* 8 or 4 */
-    const int32_t
-        *ids; /* [T], hash layers; ids outside [0, V) route nowhere (experts -1, weights 0) */
+    /* [T], hash layers; ids outside [0, V) route nowhere (experts -1, weights 0). */
+    const int32_t *ids;
     int32_t T, E, k, V;
     float scale;    /* routed_scaling_factor */
     bool normalize; /* divide by the sum of the chosen; never for softmax */

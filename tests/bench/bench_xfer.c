@@ -5,8 +5,8 @@
  *            ucx_perftest  ucp_get, ucp_am_bw: from one place to one place, so that its
  *                          bytes stay in the caches
  *            link          the same through net_link: reads, or over TCP rendezvous messages
- *            pages         one sequence through two movers: offers, digests at both ends, an ACK per
- *                          part
+ *            pages         one sequence through two movers: offers, digests at both ends, an ACK
+ *                          per part
  *          The link and the pages are measured in one place as well, and walking through AREA
  *          bytes.
  * Ratios   The link moves what ucx_perftest moves. Pages also run an XXH3 digest over each byte on
