@@ -6,8 +6,9 @@
  * large buffer, and independent fma chains in registers. Every op goes through a table that counts
  * its time, the bytes of its weights and the operations of its products. With one thread time is
  * that thread's processor time, so that other programs do not count; with more it is the clock's. A
- * figure is the best of its repetitions: the least disturbed one. usage: bench_model CHECKPOINT
- * [threads [prefill tokens]] default: all cores, 512
+ * figure is the best of its repetitions: the least disturbed one.
+ *
+ * usage: bench_model CHECKPOINT [threads [prefill tokens]]    default: all cores, 512
  */
 #include "common/base/err.h"
 #include "common/kv/table.h"
