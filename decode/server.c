@@ -338,7 +338,7 @@ static void stop(void *self)
 static int start(struct work *w, void **self, struct tow_err *err)
 {
     struct server *d = calloc(1, sizeof *d);
-    if (!d) return tow_fail(err, TOW_ENOMEM, "decode: no memory");
+    if (!d) return tow_fail(err, TOW_ENOMEM, "decode: out of memory");
     d->w = w;
     dec_actions_init(&d->actions);
     const struct dec_sched_config c = {.page_tokens = (uint32_t)w->layout->page_tokens,
@@ -353,7 +353,7 @@ static int start(struct work *w, void **self, struct tow_err *err)
     d->offsets = calloc(w->n_pages, sizeof *d->offsets);
     int rc = d->items && d->ids && d->tokens && d->logprobs && d->offsets
                  ? dec_sched_new(&d->sched, &c, w->pool, err)
-                 : tow_fail(err, TOW_ENOMEM, "decode: no memory");
+                 : tow_fail(err, TOW_ENOMEM, "decode: out of memory");
     if (rc < 0) {
         stop(d);
         return rc;

@@ -413,7 +413,7 @@ static void stop(void *self)
 static int start(struct work *w, void **self, struct tow_err *err)
 {
     struct server *p = calloc(1, sizeof *p);
-    if (!p) return tow_fail(err, TOW_ENOMEM, "prefill: no memory");
+    if (!p) return tow_fail(err, TOW_ENOMEM, "prefill: out of memory");
     p->w = w;
     pre_actions_init(&p->actions);
     const struct pre_sched_config c = {.page_tokens = (uint32_t)w->layout->page_tokens,

@@ -180,7 +180,7 @@ int model_open(struct model **out, const char *dir, const struct model_options *
                struct tow_err *err)
 {
     struct model *m = calloc(1, sizeof *m);
-    if (!m) return tow_fail(err, TOW_ENOMEM, "model: no memory");
+    if (!m) return tow_fail(err, TOW_ENOMEM, "model: out of memory");
     m->opt = *opt;
     m->act = opt->exact ? KERN_F32 : KERN_BF16;
 

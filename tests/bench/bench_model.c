@@ -485,7 +485,7 @@ static int open_model(const char *dir, int32_t n_tokens, struct tow_err *err)
     uint8_t *tails = aligned_alloc(4096, tail);
     logits = malloc((size_t)model_peek_weights(m)->shape.V * sizeof *logits);
     probe = aligned_alloc(4096, PROBE_BYTES + 8192);
-    if (!pages || !tails || !logits || !probe) return tow_fail(err, TOW_ENOMEM, "no memory");
+    if (!pages || !tails || !logits || !probe) return tow_fail(err, TOW_ENOMEM, "out of memory");
     memset(pages, 0, (size_t)n * (size_t)lay->page_bytes);
     memset(tails, 0, tail);
     memset(probe, 1, PROBE_BYTES + 8192);
