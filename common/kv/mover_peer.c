@@ -7,7 +7,8 @@
  *   PROVING   --XPROBE get {where, digest}         -->  reads the page MOVER_PROBES times
  *             <-- XPROBED {MB/s}                    --
  *             --bulk messages headed by XPROBE      -->  takes them
- *             <-- XPROBED {MB/s}                    --  UP, by the faster method
+ *             <-- XPROBED {MB/s}                    --  UP, by reads unless bulk is clearly
+ *                                                        faster: see choose()
  *   UP
  *
  * How      UCX does not say who sent a message. So each one starts with the label, 64 random bits

@@ -78,8 +78,7 @@ static const char *format_name(enum kern_wfmt f)
     return names[f];
 }
 
-/* What an op reads of weights and computes in products; ops not named here count their time only.
- */
+/* What an op reads of weights and computes in products; ops not named count their time only. */
 struct work {
     char name[48];
     double bytes, flops;
