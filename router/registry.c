@@ -140,7 +140,7 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
         return refuse(j, TOW_EAUTH, "join_token", "the router's", "another", err);
     if (m->version_max < WIRE_PROTOCOL_MIN || m->version_min > WIRE_PROTOCOL_MAX ||
         m->version_min > m->version_max) {
-        snprintf(a, sizeof a, "%u..%u", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
+        snprintf(a, sizeof a, "%d..%d", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
         snprintf(b, sizeof b, "%u..%u", m->version_min, m->version_max);
         return refuse(j, TOW_EMISMATCH, "version", a, b, err);
     }

@@ -553,10 +553,10 @@ V_INLINE uint64_t times_pipelined(const struct kern_weight *w, int64_t n, int64_
             stage_run(&z, j, x, T, c, ld_c, false, fmt);
     }
     for (int q = 0; q < QUARTERS; q++)
-        /* cppcheck-suppress uninitvar ; a call has at least one panel */
         if (panels & 1)
             add_to(false, z.at, q, z.x, cols);
         else
+            /* cppcheck-suppress uninitvar ; a call has at least one panel */
             add_to(true, z.at, q, z.x, cols);
     stage_store(&z.stages[(panels - 1) & 1], !(panels & 1), T, c, ld_c);
     return z.nan_panels;
