@@ -197,6 +197,7 @@ int model_open(struct model **out, const char *dir, const struct model_options *
     rc = kern_dev_open(&m->dev, opt->device, opt->n_threads, err);
     if (rc < 0) goto fail;
     m->ops = kern_dev_ops(m->dev);
+    if (opt->wrap_ops) m->ops = opt->wrap_ops(m->ops);
     m->stream = kern_dev_stream(m->dev);
     rc = alloc_scratch(m, err);
     if (rc < 0) goto fail;
