@@ -9,8 +9,8 @@
 #include "kernels/ops.h"
 
 enum {
-    CTL_NUM_LAYERS = 3,  /* audited of each kind: first, middle, last */
-    CTL_NUM_ROWS = 8,    /* rows of products, experts, attention that are computed in double */
+    CTL_NUM_LAYERS = 3,    /* audited of each kind: first, middle, last */
+    CTL_NUM_ROWS = 8,      /* rows of products, experts, attention that are computed in double */
     CTL_NUM_COLUMNS = 256, /* outputs of a product that are */
 };
 
@@ -37,7 +37,7 @@ struct ctl_num {
     float *inv_freq[2]; /* 0 plain, 1 layers with a compressor; held */
     int32_t *prompt;    /* [T]; held */
     int32_t T;
-    int32_t n_last; /* rows kept of a tensor that is not kept whole */
+    int32_t n_last;                               /* rows kept of a tensor that is not kept whole */
     int32_t layers[3 * CTL_NUM_LAYERS], n_layers; /* audited, ascending */
     struct ctl_num_tensor *tensors;               /* owned */
     int32_t n_tensors;
@@ -57,8 +57,8 @@ void ctl_num_release(struct ctl_num *c, size_t mark);
 double ctl_num_random(struct ctl_num *c); /* in [-1, 1) */
 
 /* Adds a row. detail may be NULL. */
-void ctl_num_row(struct ctl_num *c, const char *name, double value, double bound,
-                 const char *what, const char *meaning, const char *detail_fmt, ...)
+void ctl_num_row(struct ctl_num *c, const char *name, double value, double bound, const char *what,
+                 const char *meaning, const char *detail_fmt, ...)
     __attribute__((format(printf, 7, 8)));
 void ctl_num_row_at_least(struct ctl_num *c, const char *name, double value, double bound,
                           const char *what, const char *meaning, const char *detail_fmt, ...)
@@ -107,7 +107,6 @@ double ctl_ref_tf32(double x); /* ten bits of mantissa */
 /* The last rd of x [n] rotated by position pos; pairs are neighbours. sign -1: back. */
 void ctl_ref_rotate(double *x, int32_t n, int32_t rd, int64_t pos, const float *inv_freq,
                     double sign);
-/* The same on halves (i, i + rd/2), as some models pair them: what a wrong layout looks like. */
 void ctl_ref_rmsnorm(double *x, int64_t n, const struct kern_vec *w, double eps);
 
 /* Entry w of a compressor from kv and gate rows [T, c*e] (before the position bias): pooled, normed,
