@@ -354,7 +354,7 @@ class CtlTest(unittest.TestCase):
             r = subprocess.run([os.path.join(BIN, "towpath-" + program), "--help"], env=ENV, stdout=subprocess.PIPE)
             self.assertEqual(r.returncode, 0)
             used |= set(re.findall(r"^\s+--([a-z0-9-]+)", r.stdout.decode(), re.M))
-        for command in ("eval", "status", "drain", "chat"):
+        for command in ("eval", "numerics", "status", "drain", "chat"):
             r = self.ctl(command, "--help")
             self.assertEqual(r.returncode, 0)
             used |= set(re.findall(r"^\s+--([a-z0-9-]+)", r.stdout.decode(), re.M))
