@@ -181,13 +181,16 @@ static int list_tensors(struct ctl_num *c, struct tow_err *err)
         const char *name;
         bool all;
         int kind; /* 0 every layer, 1 with a compressor, 2 with an indexer */
-    } wanted[] = {
-        {"attn_x", false, 0},       {"qr", true, 2},          {"q", false, 1},
-        {"kv", false, 1},           {"qr", false, 0},         {"o_low", false, 0},
-        {"index_weights", true, 2}, {"index.kv", true, 2},    {"index.gate", true, 2},
-        {"main.kv", true, 1},       {"main.gate", true, 1},   {"streams_mid", false, 0},
-        {"ffn_x", false, 0},        {"experts", false, 0},    {"expert_weights", false, 0},
-        {"shared_act", false, 0},   {"shared_out", false, 0}, {"ffn_out", false, 0}};
+    } wanted[] = {{"attn_x", false, 0},      {"qr", true, 2},
+                  {"q", false, 1},           {"kv", false, 1},
+                  {"qr", false, 0},          {"o_low", false, 0},
+                  {"o", false, 0},           {"index_weights", true, 2},
+                  {"index.kv", true, 2},     {"index.gate", true, 2},
+                  {"main.kv", true, 1},      {"main.gate", true, 1},
+                  {"streams_mid", false, 0}, {"ffn_x", false, 0},
+                  {"experts", false, 0},     {"expert_weights", false, 0},
+                  {"shared_act", false, 0},  {"shared_out", false, 0},
+                  {"ffn_out", false, 0}};
     const int32_t n = sizeof wanted / sizeof *wanted;
     c->tensors = calloc((size_t)(n * c->n_layers), sizeof *c->tensors);
     if (!c->tensors) return tow_fail(err, TOW_ENOMEM, "numerics: no memory");

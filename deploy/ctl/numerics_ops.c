@@ -38,11 +38,10 @@ static void mix(const struct model_shape *s, const struct model_hc *hc, const do
                 const double *h, double (*round)(double), double *out)
 {
     const int32_t H = s->hc, n = (2 + H) * H, D = s->D;
-    double m[(2 + 16) * 16], pre[16], *x = out, *post = out + D, *C = post + H, sq = 0;
+    double m[(2 + 16) * 16] = {0}, pre[16], *x = out, *post = out + D, *C = post + H, sq = 0;
     for (int64_t i = 0; i < (int64_t)H * D; i++) sq += h[i] * h[i];
     const double rs = 1 / sqrt(sq / (H * D) + s->norm_eps);
     for (int32_t j = 0; j < n; j++) {
-        m[j] = 0;
         for (int64_t i = 0; i < (int64_t)H * D; i++)
             m[j] += round(fn[(int64_t)j * H * D + i]) * round(h[i]);
         m[j] *= rs;
@@ -490,36 +489,43 @@ struct product_tally {
     int32_t n;
 };
 
-/* The linear op on one weight and rows of a captured tensor, against double. */
+/* The linear op on one weight and rows of a captured tensor, against double. groups: 0, or those of
+ * wo_a, whose input stays as it is while the weight is rounded to bf16 instead. */
 static int product(struct ctl_num *c, int32_t at, const char *name, const struct kern_weight *w,
-                   const char *input, struct product_tally *tally)
+                   const char *input, int32_t groups, struct product_tally *tally)
 {
     const size_t mark = ctl_num_mark(c);
     const struct ctl_num_tensor *x = w->data ? ctl_num_find(c, at, input, NULL) : NULL;
-    const int32_t R = CTL_NUM_ROWS, K = w->k,
-                  step = w->n > CTL_NUM_COLUMNS ? w->n / CTL_NUM_COLUMNS : 1;
-    if (!x || x->width != K || x->elem != MODEL_ELEM_BF16) return 0;
-    uint16_t *xb = ctl_num_hold(c, (int64_t)R * K, 2);
+    const bool is_wo_a = groups > 0;
+    const int32_t R = CTL_NUM_ROWS, K = w->k, G = is_wo_a ? groups : 1, N = w->n / G;
+    const int32_t step = w->n > CTL_NUM_COLUMNS ? w->n / CTL_NUM_COLUMNS : 1;
+    const int64_t ld = (int64_t)G * K;
+    const enum kern_act_quant aq = is_wo_a ? KERN_AQ_NONE : aq_of(w);
+    if (!x || x->width != ld || x->elem != MODEL_ELEM_BF16) return 0;
+    uint16_t *xb = ctl_num_hold(c, R * ld, 2);
     float *y = ctl_num_hold(c, (int64_t)R * w->n, 4);
-    double *xq = ctl_num_hold(c, (int64_t)R * K, 8), *row = ctl_num_hold(c, K, 8);
+    double *xq = ctl_num_hold(c, R * ld, 8), *row = ctl_num_hold(c, K, 8);
     int rc = c->no_memory ? TOW_ENOMEM : 0;
     for (int32_t r = 0; rc == 0 && r < R; r++) {
-        memcpy(xb + (int64_t)r * K, ctl_num_row_of(c, x, c->T - R + r), (size_t)K * 2);
-        for (int32_t i = 0; i < K; i++) xq[(int64_t)r * K + i] = ctl_num_at(c, x, c->T - R + r, i);
-        ctl_ref_aq(xq + (int64_t)r * K, K, aq_of(w), 0);
+        memcpy(xb + r * ld, ctl_num_row_of(c, x, c->T - R + r), (size_t)ld * 2);
+        for (int64_t i = 0; i < ld; i++) xq[r * ld + i] = ctl_num_at(c, x, c->T - R + r, i);
+        ctl_ref_aq(xq + r * ld, ld, aq, 0);
     }
-    CTL_NUM_OP(c, rc, linear, .x = xb, .w = *w, .y = y, .ld_x = K, .ld_y = w->n, .T = R, .N = w->n,
-               .K = K, .groups = 1, .x_dtype = KERN_BF16, .y_dtype = KERN_F32, .aq = aq_of(w));
+    CTL_NUM_OP(c, rc, linear, .x = xb, .w = *w, .y = y, .ld_x = ld, .ld_y = w->n, .T = R, .N = N,
+               .K = K, .groups = G, .x_dtype = KERN_BF16, .y_dtype = KERN_F32, .aq = aq,
+               .round_w = is_wo_a);
     /* K products are added in some order: each addition rounds by at most 2^-24 of the summands so
      * far. */
     const double bound = K * 0x1p-24;
     struct product_tally *t = &tally[w->fmt];
     for (int32_t n = 0; rc == 0 && n < w->n; n += step) {
         ctl_ref_weight_row(w, n, row);
+        for (int32_t i = 0; is_wo_a && i < K; i++) row[i] = ctl_ref_bf16(row[i]);
         for (int32_t r = 0; r < R; r++) {
+            const double *xr = xq + r * ld + (int64_t)(n / N) * K;
             double sum = 0, size = 0;
             for (int32_t i = 0; i < K; i++) {
-                double p = xq[(int64_t)r * K + i] * row[i];
+                double p = xr[i] * row[i];
                 sum += p, size += fabs(p);
             }
             double error = size > 0 ? fabs(y[(int64_t)r * w->n + n] - sum) / size : 0;
@@ -546,20 +552,22 @@ int ctl_num_products(struct ctl_num *c, struct tow_err *err)
             const char *name;
             const struct kern_weight *w;
             const char *input;
-        } list[] = {{"wq_a", &L->wq_a, "attn_x"},
-                    {"wq_b", &L->wq_b, "qr"},
-                    {"wkv", &L->wkv, "attn_x"},
-                    {"wo_b", &L->wo_b, "o_low"},
-                    {"indexer.wq_b", &L->index_wq_b, "qr"},
-                    {"indexer.weights_proj", &L->index_proj, "attn_x"},
-                    {"compressor.wkv", &L->comp.wkv, "attn_x"},
-                    {"compressor.wgate", &L->comp.wgate, "attn_x"},
-                    {"gate", &L->gate, "ffn_x"},
-                    {"shared.w1", &L->shared_w1, "ffn_x"},
-                    {"shared.w3", &L->shared_w3, "ffn_x"},
-                    {"shared.w2", &L->shared_w2, "shared_act"}};
+            int32_t groups;
+        } list[] = {{"wq_a", &L->wq_a, "attn_x", 0},
+                    {"wq_b", &L->wq_b, "qr", 0},
+                    {"wkv", &L->wkv, "attn_x", 0},
+                    {"wo_a", &L->wo_a, "o", c->s->o_groups},
+                    {"wo_b", &L->wo_b, "o_low", 0},
+                    {"indexer.wq_b", &L->index_wq_b, "qr", 0},
+                    {"indexer.weights_proj", &L->index_proj, "attn_x", 0},
+                    {"compressor.wkv", &L->comp.wkv, "attn_x", 0},
+                    {"compressor.wgate", &L->comp.wgate, "attn_x", 0},
+                    {"gate", &L->gate, "ffn_x", 0},
+                    {"shared.w1", &L->shared_w1, "ffn_x", 0},
+                    {"shared.w3", &L->shared_w3, "ffn_x", 0},
+                    {"shared.w2", &L->shared_w2, "shared_act", 0}};
         for (size_t j = 0; rc == 0 && j < sizeof list / sizeof *list; j++)
-            rc = product(c, at, list[j].name, list[j].w, list[j].input, t);
+            rc = product(c, at, list[j].name, list[j].w, list[j].input, list[j].groups, t);
     }
     if (rc < 0) return tow_fail(err, rc, "numerics: products: %s", tow_err_text(rc));
     for (int f = 0; f <= KERN_W_NVFP4; f++) {
