@@ -961,6 +961,7 @@ int work_run(const struct work_role *role, int argc, char **argv)
         return 1;
     }
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a file at its limit is an error of write or ftruncate */
     w->role = role;
     w->own = o;
     w->incarnation = tow_random_u64();
