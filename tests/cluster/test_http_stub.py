@@ -266,6 +266,11 @@ def test_validation(stub):
                   {"messages": [{"role": "user", "content": 5}]}):
         status, body = stub.post("/v1/chat/completions", **dict(chat("x"), **extra))
         assert status == 400 and body["error"]["param"], (extra, body)
+    inner = {"messages": [{"role": "king", "content": "x"}]}, {"thinking": {"type": 5}}, {"chat_template_kwargs": {"thinking": 5}}
+    for extra, field in zip(inner, ("messages[0].role", "thinking.type", "chat_template_kwargs.thinking")):
+        status, body = stub.post("/v1/chat/completions", **dict(chat("x"), **extra))
+        assert status == 400 and body["error"]["param"] == field, body
+        assert body["error"]["message"].startswith(field + ": must be "), body
     for extra in ({"prompt": []}, {"prompt": ""}, {"prompt": 5}, {"prompt": [5, "x"]},
                   {"prompt": [-1]}, {"prompt": [2**31 - 1]}, {"prompt": [2560]}, {"prompt": None},
                   {"logprobs": 21}, {"logprobs": True}, {"best_of": 2}, {"suffix": "x"}):
