@@ -288,6 +288,7 @@ def test_replaced_at_the_same_name(build):
             jobs = [Job(finish, s) for s in streams]
             wait_for("some tokens", lambda: n_events(streams) >= 60, 60, 0.002)
             c.decodes[i % 2].restart()
+            c.router.wait_log(c.decodes[i % 2].name + " is lost: ")
             for j in jobs:
                 j.result(90)
             judge(streams, want, True)
