@@ -35,7 +35,7 @@ for kind; do
     if [ "$kind" = cluster ]; then
         for t in tests/cluster/test_*.py; do
             [ -e "$t" ] || continue
-            one "$t" timeout 900 "$TOW_PYTHON" "$t" "$B"
+            one "$t" timeout 1800 "$TOW_PYTHON" "$t" "$B"
         done
     else
         for t in "$B/test/$kind"/*_test; do
