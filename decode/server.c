@@ -251,10 +251,6 @@ static void on_move(void *self, const struct kv_mover_event *m)
 static void on_stepped(void *self, struct work_step *step)
 {
     struct server *d = self;
-    if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS) {
-        work_die(d->w, &d->step_err);
-        return;
-    }
     if (step->rc < 0)
         tow_error("%s: step of %d: %s", d->w->name, step->n, d->step_err.msg);
     else
@@ -344,7 +340,7 @@ static void stop(void *self)
 static int start(struct work *w, void **self, struct tow_err *err)
 {
     struct server *d = calloc(1, sizeof *d);
-    if (!d) return tow_fail(err, TOW_ENOMEM, "decode: no memory");
+    if (!d) return tow_fail(err, TOW_ENOMEM, "decode: out of memory");
     d->w = w;
     dec_actions_init(&d->actions);
     const struct dec_sched_config c = {.page_tokens = (uint32_t)w->layout->page_tokens,
@@ -360,7 +356,7 @@ static int start(struct work *w, void **self, struct tow_err *err)
     d->offsets = calloc(w->n_pages, sizeof *d->offsets);
     int rc = d->items && d->ids && d->tokens && d->logprobs && d->offsets
                  ? dec_sched_new(&d->sched, &c, w->pool, err)
-                 : tow_fail(err, TOW_ENOMEM, "decode: no memory");
+                 : tow_fail(err, TOW_ENOMEM, "decode: out of memory");
     if (rc < 0) {
         stop(d);
         return rc;

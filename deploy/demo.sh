@@ -3,6 +3,6 @@
 cd "$(dirname "$0")/.." || exit 1
 . deploy/setup.sh
 setup_packages build || exit 1
-echo "towpath: building"
+echo "towpath: building; a few minutes"
 make -s -j"$(setup_jobs)" all || exit 1
 exec make -s demo

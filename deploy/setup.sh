@@ -95,10 +95,10 @@ setup_venv() {
     if ! python3 -c 'import ensurepip, venv' >/dev/null 2>&1; then
         setup_apt python3-venv || { echo "towpath: no python3-venv; tests that need Python clients are skipped" >&2; return 0; }
     fi
-    echo "towpath: installing the test clients into .venv"
+    echo "towpath: installing the test clients into .venv; five minutes at most"
     setup_log=$(mktemp)
     if { [ -x .venv/bin/pip ] || python3 -m venv .venv; } >"$setup_log" 2>&1 &&
-        .venv/bin/pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 -r tests/requirements.txt >>"$setup_log" 2>&1; then
+        timeout 300 .venv/bin/pip install --quiet --disable-pip-version-check --retries 1 --timeout 20 -r tests/requirements.txt >>"$setup_log" 2>&1; then
         echo "$want" >.venv/installed
     else
         tail -n 3 "$setup_log" >&2

@@ -4,6 +4,6 @@ cd "$(dirname "$0")/.." || exit 1
 . deploy/setup.sh
 setup_packages build test || exit 1
 setup_venv
-echo "towpath: building"
+echo "towpath: building; a few minutes"
 make -s -j"$(setup_jobs)" all tests-build || exit 1
 exec make -s test

@@ -230,8 +230,8 @@ struct kern_route {
     const float *bias;   /* [E], NULL in hash layers */
     const void *tid2eid; /* NULL, or [V, k] i64 / i32, any alignment */
     int32_t tid_bytes;   /* 8 or 4 */
-    const int32_t
-        *ids; /* [T], hash layers; ids outside [0, V) route nowhere (experts -1, weights 0) */
+    /* [T], hash layers; ids outside [0, V) route nowhere (experts -1, weights 0). */
+    const int32_t *ids;
     int32_t T, E, k, V;
     float scale;    /* routed_scaling_factor */
     bool normalize; /* divide by the sum of the chosen; never for softmax */
@@ -284,19 +284,12 @@ struct kern_mtp_mix {
 };
 
 /* The list; it makes the table's members and drives the parity tests. */
+/* clang-format off */
 #define KERN_OPS(X)                                                                                \
-    X(embed)                                                                                       \
-    X(rmsnorm)                                                                                     \
-    X(linear)                                                                                      \
-    X(hc_collapse)                                                                                 \
-    X(hc_expand)                                                                                   \
-    X(rope_table)                                                                                  \
-    X(heads_rope)                                                                                  \
-    X(kv_prep)                                                                                     \
-    X(window_store)                                                                                \
-    X(compress)                                                                                    \
-    X(index_query)                                                                                 \
-    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)
+    X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope)          \
+    X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select) X(index_rank)            \
+    X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)
+/* clang-format on */
 
 struct kern_ops {
     const char *name;

@@ -70,8 +70,8 @@ enum kern_ik_fmt { KERN_IK_FP4, KERN_IK_FP8, KERN_IK_BF16, KERN_IK_F32 };
 struct kern_seq {
     int32_t row0, n_rows;
     int64_t pos0;
-    const uint32_t
-        *page_ids; /* borrowed; page p holds tokens p*page_tokens .. ; enough for pos0+n_rows */
+    /* Borrowed [n_pages]; page p holds tokens p*page_tokens .. ; enough for pos0+n_rows. */
+    const uint32_t *page_ids;
     int32_t n_pages;
     uint8_t *tail; /* borrowed; layout->tail_bytes long */
     int32_t topk;  /* index_topk of this sequence */

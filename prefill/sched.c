@@ -13,7 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BUCKETS 1024u /* of the ticket table; tickets are random */
+#define BUCKETS   1024u /* of the ticket table; tickets are random */
+#define LANE_PART 8u    /* long jobs leave an eighth; the router's rule is the same */
 
 struct pre_sched {
     struct pre_sched_config cfg;
@@ -287,7 +288,7 @@ static void on_router_lost(struct pre_sched *p, uint64_t owner, uint64_t now_ms,
 /* What long jobs leave free of total; 0 beside one that needs more than the rest. */
 static uint32_t lane(uint32_t total, uint32_t least, uint32_t need)
 {
-    uint32_t n = total / 8 > least ? total / 8 : least;
+    uint32_t n = total / LANE_PART > least ? total / LANE_PART : least;
     return need + n <= total ? n : 0;
 }
 

@@ -45,9 +45,8 @@ struct pre_sched_config {
     uint32_t n_vocab;    /* token ids are below it; 0: not checked */
     bool shadows;        /* pages can have companions with shadow keys */
     uint32_t max_passes; /* 0: 64 */
-    uint32_t
-        touch_ms; /* 0: 1000; how often waiting tickets are kept alive, and moves cancelled again */
-    uint32_t stall_ms; /* 0: 60000; a chunk longer than this stops keeping tickets alive */
+    uint32_t touch_ms;   /* 0: 1000; how often waiting tickets are touched, cancels repeated */
+    uint32_t stall_ms;   /* 0: 60000; a chunk longer than this stops keeping tickets alive */
 };
 
 enum pre_event_kind {

@@ -337,10 +337,6 @@ static void on_stepped(void *self, struct work_step *step)
     uint8_t row[4 + 8 * WIRE_MAX_TOP];
     struct pre_event ev = {.kind = PRE_ON_CHUNK, .code = step->rc < 0 ? step->rc : p->item.rc};
     work_capture_warn(p->w->name, p->item.capture);
-    if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS) {
-        work_die(p->w, &p->step_err);
-        return;
-    }
     if (step->rc < 0)
         tow_error("%s: chunk: %s", p->w->name, p->step_err.msg);
     else
@@ -420,7 +416,7 @@ static void stop(void *self)
 static int start(struct work *w, void **self, struct tow_err *err)
 {
     struct server *p = calloc(1, sizeof *p);
-    if (!p) return tow_fail(err, TOW_ENOMEM, "prefill: no memory");
+    if (!p) return tow_fail(err, TOW_ENOMEM, "prefill: out of memory");
     p->w = w;
     pre_actions_init(&p->actions);
     const struct pre_sched_config c = {.page_tokens = (uint32_t)w->layout->page_tokens,

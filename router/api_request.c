@@ -56,6 +56,13 @@ static int bad(struct check *c, const char *param, const char *code)
     return rtr_api_fail(c->e, 400, code ? code : "invalid_value", param, "%s", c->err.msg);
 }
 
+/* For a field of a nested object: the message knows only its last name. */
+static int bad_inner(struct check *c, const char *param)
+{
+    int parent = (int)(strrchr(param, '.') + 1 - param);
+    return rtr_api_fail(c->e, 400, "invalid_value", param, "%.*s%s", parent, param, c->err.msg);
+}
+
 static int no_memory(struct check *c)
 {
     return rtr_api_fail(c->e, 503, "out_of_memory", NULL, "out of memory for this request");
@@ -494,7 +501,7 @@ static int check_thinking(struct check *c, struct text_chat_options *o)
         return bad(c, "thinking", NULL);
     }
     if (json_get_string(thinking, "type", NULL, &type, NULL, &c->err) < 0) {
-        return bad(c, "thinking.type", NULL);
+        return bad_inner(c, "thinking.type");
     }
     if (type && strcmp(type, "enabled") != 0 && strcmp(type, "disabled") != 0) {
         return rtr_api_fail(c->e, 400, "invalid_value", "thinking.type",
@@ -505,13 +512,13 @@ static int check_thinking(struct check *c, struct text_chat_options *o)
         return bad(c, "chat_template_kwargs", NULL);
     }
     if (json_get_bool(kwargs, "enable_thinking", on, &on, &c->err) < 0) {
-        return bad(c, "chat_template_kwargs.enable_thinking", NULL);
+        return bad_inner(c, "chat_template_kwargs.enable_thinking");
     }
     if (json_get_bool(kwargs, "thinking", on, &on, &c->err) < 0) {
-        return bad(c, "chat_template_kwargs.thinking", NULL);
+        return bad_inner(c, "chat_template_kwargs.thinking");
     }
     if (json_get_bool(kwargs, "drop_thinking", true, &drop, &c->err) < 0) {
-        return bad(c, "chat_template_kwargs.drop_thinking", NULL);
+        return bad_inner(c, "chat_template_kwargs.drop_thinking");
     }
     o->thinking = on;
     o->keep_thinking = !drop;

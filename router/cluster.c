@@ -474,7 +474,7 @@ int rtr_cluster_open(struct rtr_cluster **out, struct net_loop *loop, const char
     struct rtr_cluster *c = calloc(1, sizeof *c);
     struct rtr_route_config rc_cfg = *cfg;
     int rc;
-    if (!c) return tow_fail(err, TOW_ENOMEM, "cluster: no memory");
+    if (!c) return tow_fail(err, TOW_ENOMEM, "cluster: out of memory");
     c->loop = loop;
     tow_list_init(&c->conns);
     rtr_actions_init(&c->actions);
@@ -482,7 +482,7 @@ int rtr_cluster_open(struct rtr_cluster **out, struct net_loop *loop, const char
     c->top = malloc((size_t)WIRE_MAX_BATCH * RTR_MAX_TOP * sizeof *c->top);
     if (!rc_cfg.random) rc_cfg.random = kernel_random;
     rc = c->frame && c->top ? rtr_route_new(&c->route, &rc_cfg, err)
-                            : tow_fail(err, TOW_ENOMEM, "cluster: no memory");
+                            : tow_fail(err, TOW_ENOMEM, "cluster: out of memory");
     if (rc == 0) rc = net_ctl_listen(&c->server, loop, control_url, NULL, &hooks, c, err);
     if (rc == 0) rc = net_timer_open(&c->tick, loop, on_tick, c, err);
     if (rc < 0) {

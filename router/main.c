@@ -356,6 +356,7 @@ int main(int argc, char **argv)
     struct tow_err err = {0};
     enum tow_opts_do what = TOW_OPTS_RUN;
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a log at its limit is an error of write */
     tow_buf_init(&r.join_token, 0);
     tow_log_init("towpath-router", TOW_LOG_INFO, TOW_LOG_TEXT);
 

@@ -17,6 +17,8 @@
 #define NUMBER(x)    TEXT_OF(x)
 #define PAUSE_MIN_MS 1000u
 #define PAUSE_MAX_MS 8000u
+#define BUSY_MIN_MS  20u   /* a worker that names no time is not asked in a tight loop */
+#define BUSY_MAX_MS  1000u /* and one that names a long time is asked before it may be idle */
 
 void rtr_registry_init(struct rtr_registry *g, uint32_t heartbeat_ms, uint32_t stall_ms,
                        const char *join_token)
@@ -138,7 +140,7 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
         return refuse(j, TOW_EAUTH, "join_token", "the router's", "another", err);
     if (m->version_max < WIRE_PROTOCOL_MIN || m->version_min > WIRE_PROTOCOL_MAX ||
         m->version_min > m->version_max) {
-        snprintf(a, sizeof a, "%u..%u", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
+        snprintf(a, sizeof a, "%d..%d", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
         snprintf(b, sizeof b, "%u..%u", m->version_min, m->version_max);
         return refuse(j, TOW_EMISMATCH, "version", a, b, err);
     }
@@ -332,14 +334,19 @@ void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot)
 
 /* --- failures --------------------------------------------------------------------------------- */
 
+static uint32_t next_pause_ms(uint32_t last_ms)
+{
+    uint32_t ms = last_ms ? 2 * last_ms : PAUSE_MIN_MS;
+    return ms < PAUSE_MAX_MS ? ms : PAUSE_MAX_MS;
+}
+
 void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms)
 {
     struct rtr_worker *w = &g->workers[slot];
     w->failures++;
     w->total_failures++;
     if (w->circuit == RTR_CLOSED && w->failures < RTR_TRIP) return;
-    w->pause_ms = w->pause_ms ? 2 * w->pause_ms : PAUSE_MIN_MS;
-    if (w->pause_ms > PAUSE_MAX_MS) w->pause_ms = PAUSE_MAX_MS;
+    w->pause_ms = next_pause_ms(w->pause_ms);
     w->circuit = RTR_OPEN;
     w->probes = 0;
     w->reopen_ms = now_ms + w->pause_ms;
@@ -359,8 +366,7 @@ void rtr_registry_link_failed(struct rtr_registry *g, uint32_t prefill, uint32_t
 {
     struct rtr_link *l = &g->links[prefill][decode];
     if (++l->failures < RTR_TRIP) return;
-    l->pause_ms = l->pause_ms ? 2 * l->pause_ms : PAUSE_MIN_MS;
-    if (l->pause_ms > PAUSE_MAX_MS) l->pause_ms = PAUSE_MAX_MS;
+    l->pause_ms = next_pause_ms(l->pause_ms);
     l->reopen_ms = now_ms + l->pause_ms;
 }
 
@@ -386,8 +392,9 @@ bool rtr_registry_link_open(const struct rtr_registry *g, uint32_t prefill, uint
 
 void rtr_registry_busy(struct rtr_registry *g, uint32_t slot, uint32_t retry_ms, uint64_t now_ms)
 {
-    uint32_t ms = retry_ms < 20 ? 20 : retry_ms > 1000 ? 1000 : retry_ms;
-    g->workers[slot].busy_until_ms = now_ms + ms;
+    if (retry_ms < BUSY_MIN_MS) retry_ms = BUSY_MIN_MS;
+    if (retry_ms > BUSY_MAX_MS) retry_ms = BUSY_MAX_MS;
+    g->workers[slot].busy_until_ms = now_ms + retry_ms;
 }
 
 bool rtr_registry_open(struct rtr_registry *g, uint32_t slot, bool warm_up, uint64_t now_ms)

@@ -11,9 +11,9 @@
  *   SUSPECT --heard--> SERVING. DRAINING is a flag beside the state: no new work, the old goes on.
  *
  * state     true in it                                         deadline
- * STARTING  joined; only warm-up requests go there             5 heartbeats of silence
- * SERVING   a real request went through it                     2 heartbeats: SUSPECT
- * SUSPECT   no new work                                        5 heartbeats: GONE
+ * STARTING  joined; only warm-up requests go there             5 heartbeats missed
+ * SERVING   a real request went through it                     2 missed: SUSPECT
+ * SUSPECT   no new work                                        5 missed: GONE
  * GONE      no connection; the slot keeps name and failures    -
  *
  * Failures are remembered by name across restarts: `RTR_TRIP` in a row open the circuit; after a
@@ -82,16 +82,17 @@ struct rtr_worker {
 struct rtr_link {
     char transport[WIRE_MAX_NAME + 1]; /* as the transport names it; "" until proved */
     bool by_am;                        /* pages come by active message, not by get */
-    uint32_t mb_per_s, latency_us;
-    uint32_t failures, pause_ms; /* in a row; the pause after the last one */
-    uint64_t reopen_ms;          /* nothing goes this way before */
+    uint32_t mb_per_s, latency_us;     /* of the proof's pages */
+    uint32_t failures, pause_ms;       /* in a row; the pause after the last one */
+    uint64_t reopen_ms;                /* nothing goes this way before */
 };
 
 struct rtr_registry {
     struct rtr_worker workers[RTR_MAX_WORKERS];
-    uint8_t proof[RTR_MAX_WORKERS][RTR_MAX_WORKERS];         /* [prefill][decode]: enum rtr_proof */
-    struct rtr_link links[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* [prefill][decode]: the last proof */
-    uint64_t retry_ms[RTR_MAX_WORKERS][RTR_MAX_WORKERS];
+    /* By pair: [prefill][decode]. */
+    uint8_t proof[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* enum rtr_proof */
+    struct rtr_link links[RTR_MAX_WORKERS][RTR_MAX_WORKERS];
+    uint64_t retry_ms[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* when to ask for the next proof */
     uint32_t heartbeat_ms, stall_ms;
     char join_token[257]; /* "" : none asked for */
     uint64_t picks;
@@ -104,11 +105,11 @@ void rtr_registry_fini(struct rtr_registry *g);
 
 struct rtr_join {
     uint32_t slot; /* on success */
-    uint32_t
-        replaced; /* a slot (may be the same) whose old connection is dead now, or RTR_NO_WORKER */
+    /* A slot (may be the same) whose old connection is dead now, or RTR_NO_WORKER. */
+    uint32_t replaced;
     uint64_t old_conn; /* of it: close */
-    char field[WIRE_MAX_NAME + 1], ours[WIRE_MAX_VALUE + 1],
-        theirs[WIRE_MAX_VALUE + 1]; /* on refusal */
+    /* on refusal */
+    char field[WIRE_MAX_NAME + 1], ours[WIRE_MAX_VALUE + 1], theirs[WIRE_MAX_VALUE + 1];
 };
 /* Admits or refuses. Wire, model and layout facts must equal those of all live workers; numerics
  * may differ (such pairs are not made); free ones too. When *join->replaced is set, the caller has

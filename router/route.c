@@ -20,6 +20,7 @@
 #define WARM_AGAIN_MS  500u
 #define WARM_LIMIT_MS  5000u /* for a warm-up to find room */
 #define WARM_UP_TOKENS 3u
+#define LANE_PART      8u /* long runs leave an eighth; prefill's rule is the same */
 
 enum run_state { QUEUED, RESERVING, PREFILLING, STREAMING, CLOSING, OVER, RUN_STATES };
 enum side_state { SIDE_NONE, SIDE_LIVE, SIDE_ENDING, SIDE_OVER };
@@ -502,7 +503,7 @@ static bool is_long(const struct rtr_worker *p, const struct run *run)
 /* What long ones leave free of total; 0 beside one that needs more than the rest. */
 static uint64_t lane(uint64_t total, uint64_t least, uint64_t need)
 {
-    uint64_t n = total / 8 > least ? total / 8 : least;
+    uint64_t n = total / LANE_PART > least ? total / LANE_PART : least;
     return need + n <= total ? n : 0;
 }
 
@@ -857,10 +858,12 @@ static struct run *next_hurt(struct rtr_route *r)
     return NULL;
 }
 
-static void worker_lost(struct rtr_route *r, uint32_t slot, uint64_t now_ms,
+static void worker_lost(struct rtr_route *r, uint32_t slot, const char *why, uint64_t now_ms,
                         struct rtr_actions *out)
 {
     struct rtr_worker *w = worker(r, slot);
+    if (!w->draining)
+        tow_fail(&act(out, RTR_DO_LOG)->refusal.err, TOW_EPEER, "%s is lost: %s", w->name, why);
     int me = w->role == WIRE_PREFILL_ROLE ? P : D;
     bool in_use = false;
     TOW_LIST_EACH (n, &r->attempts) {
@@ -900,7 +903,7 @@ static void on_hello(struct rtr_route *r, uint64_t conn, const struct wire_hello
     struct rtr_join *j = &r->join;
     int rc = rtr_registry_check(&r->workers, m, now_ms, j, &r->err);
     if (rc == 0 && j->replaced != RTR_NO_WORKER) {
-        worker_lost(r, j->replaced, now_ms, out);
+        worker_lost(r, j->replaced, "it joins anew", now_ms, out);
         close_conn(out, j->old_conn, "replaced by a new connection of the same name");
     }
     if (rc == 0) rc = rtr_registry_admit(&r->workers, j, conn, m, now_ms, &r->err);
@@ -942,7 +945,7 @@ static void check_workers(struct rtr_route *r, uint64_t now_ms, struct rtr_actio
         struct rtr_worker *w = worker(r, i);
         if (!live(w) || rtr_registry_alive(&r->workers, i, now_ms, &why)) continue;
         uint64_t conn = w->conn;
-        worker_lost(r, i, now_ms, out);
+        worker_lost(r, i, why, now_ms, out);
         close_conn(out, conn, why);
     }
 }
@@ -1128,10 +1131,9 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
     }
     if (run->state == CLOSING) return; /* it was under way when a stop string ended the answer */
     bool length = m->reason == WIRE_FINISH_LENGTH;
-    bool right = run->state == PREFILLING || run->state == STREAMING;
-    right =
-        right && m->n_output == run->n_output && (!length || run->n_output == run->job->max_tokens);
-    if (!right) {
+    bool running = run->state == PREFILLING || run->state == STREAMING;
+    bool whole = !length || run->n_output == run->job->max_tokens;
+    if (!running || m->n_output != run->n_output || !whole) {
         distrust(r, run, "finish does not fit the tokens", now_ms, out);
         return;
     }
@@ -1301,8 +1303,9 @@ static void check_attempts(struct rtr_route *r, uint64_t now_ms, struct rtr_acti
     }
     if (broken == RTR_NO_WORKER) return;
     uint64_t conn = worker(r, broken)->conn;
-    worker_lost(r, broken, now_ms, out);
-    close_conn(out, conn, "it does not answer CANCEL");
+    const char *why = "it does not answer CANCEL";
+    worker_lost(r, broken, why, now_ms, out);
+    close_conn(out, conn, why);
 }
 
 static void check_drain(struct rtr_route *r, uint64_t now_ms, struct rtr_actions *out)
@@ -1340,7 +1343,7 @@ void rtr_route_step(struct rtr_route *r, const struct rtr_event *ev, struct rtr_
     case RTR_ON_MESSAGE: on_message(r, ev, out); break;
     case RTR_ON_CLOSED:
         slot = rtr_registry_by_conn(&r->workers, ev->conn);
-        if (slot != RTR_NO_WORKER) worker_lost(r, slot, ev->now_ms, out);
+        if (slot != RTR_NO_WORKER) worker_lost(r, slot, "its connection ended", ev->now_ms, out);
         break;
     case RTR_ON_TICK:
         check_workers(r, ev->now_ms, out);

@@ -10,13 +10,13 @@
 
 struct tow_arena_block;
 struct tow_arena {
-    struct tow_arena_block *head;   /* owned */
-    size_t used;                    /* bytes handed out */
-    size_t max;                     /* bytes allowed; 0 means no cap */
+    struct tow_arena_block *head; /* owned */
+    size_t used;                  /* bytes handed out */
+    size_t max;                   /* bytes allowed; 0 means no cap */
 };
 
-void  tow_arena_init(struct tow_arena *a, size_t max);
-void  tow_arena_fini(struct tow_arena *a);
+void tow_arena_init(struct tow_arena *a, size_t max);
+void tow_arena_fini(struct tow_arena *a);
 void *tow_arena_alloc(struct tow_arena *a, size_t n);
 char *tow_arena_strndup(struct tow_arena *a, const char *s, size_t n);
 

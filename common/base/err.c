@@ -20,7 +20,7 @@ int tow_fail(struct tow_err *err, int code, const char *fmt, ...)
 int tow_note(struct tow_err *err, const char *fmt, ...)
 {
     if (!err) return TOW_ESTATE;
-    char    was[sizeof err->msg];
+    char was[sizeof err->msg];
     va_list ap;
     memcpy(was, err->msg, sizeof was);
     va_start(ap, fmt);
@@ -36,8 +36,9 @@ const char *tow_err_name(int code)
 {
     switch (code) {
     case 0: return "OK";
-#define X(name, value, scope, http, text) case value: return #name;
-    TOW_ERR_MAP(X)
+#define X(name, value, scope, http, text)                                                          \
+    case value: return #name;
+        TOW_ERR_MAP(X)
 #undef X
     default: return "?";
     }
@@ -47,8 +48,9 @@ const char *tow_err_text(int code)
 {
     switch (code) {
     case 0: return "no error";
-#define X(name, value, scope, http, text) case value: return text;
-    TOW_ERR_MAP(X)
+#define X(name, value, scope, http, text)                                                          \
+    case value: return text;
+        TOW_ERR_MAP(X)
 #undef X
     default: return "unknown error";
     }
@@ -58,8 +60,9 @@ int tow_err_http(int code)
 {
     switch (code) {
     case 0: return 200;
-#define X(name, value, scope, http, text) case value: return http;
-    TOW_ERR_MAP(X)
+#define X(name, value, scope, http, text)                                                          \
+    case value: return http;
+        TOW_ERR_MAP(X)
 #undef X
     default: return 500;
     }
@@ -68,8 +71,9 @@ int tow_err_http(int code)
 enum tow_scope tow_err_scope(int code)
 {
     switch (code) {
-#define X(name, value, scope, http, text) case value: return TOW_SCOPE_##scope;
-    TOW_ERR_MAP(X)
+#define X(name, value, scope, http, text)                                                          \
+    case value: return TOW_SCOPE_##scope;
+        TOW_ERR_MAP(X)
 #undef X
     default: return TOW_SCOPE_PROCESS;
     }

@@ -15,6 +15,7 @@
 enum tow_scope { TOW_SCOPE_REQUEST, TOW_SCOPE_LINK, TOW_SCOPE_PROCESS };
 
 /* X(name, value, scope, http, text) */
+/* clang-format off */
 #define TOW_ERR_MAP(X)                                                              \
     X(EINVAL,   -1,  REQUEST, 400, "invalid value")                                 \
     X(EFULL,    -2,  REQUEST, 429, "no pages or slots free")                        \
@@ -38,6 +39,7 @@ enum tow_scope { TOW_SCOPE_REQUEST, TOW_SCOPE_LINK, TOW_SCOPE_PROCESS };
     X(EAGAIN,   -20, REQUEST, 503, "not finished; call again")                      \
     X(ESYS,     -21, PROCESS, 500, "system call failed")                            \
     X(ECONFIG,  -22, PROCESS, 400, "bad configuration")
+/* clang-format on */
 
 enum tow_code {
     TOW_OK = 0,
@@ -48,7 +50,7 @@ enum tow_code {
 
 /* Message holds one lower-case line, ids first. Always terminated; cut when too long. */
 struct tow_err {
-    int  code;      /* 0 or TOW_E* */
+    int code; /* 0 or TOW_E* */
     char msg[600];
 };
 
@@ -59,10 +61,10 @@ int tow_fail(struct tow_err *err, int code, const char *fmt, ...)
 /* Puts "what: " before the message that is there already; returns err's code. */
 int tow_note(struct tow_err *err, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
-const char    *tow_err_name(int code);   /* "EFULL"; "?" when unknown; static */
-const char    *tow_err_text(int code);   /* the table's line; static */
-int            tow_err_http(int code);   /* 500 when unknown */
-enum tow_scope tow_err_scope(int code);  /* PROCESS when unknown */
+const char *tow_err_name(int code);     /* "EFULL"; "?" when unknown; static */
+const char *tow_err_text(int code);     /* the table's line; static */
+int tow_err_http(int code);             /* 500 when unknown */
+enum tow_scope tow_err_scope(int code); /* PROCESS when unknown */
 
 /* Guards our own invariants, in release builds too. Foreign bytes never reach one. */
 #define tow_assert(cond) ((cond) ? (void)0 : tow_assert_failed(#cond, __FILE__, __LINE__))

@@ -1,6 +1,6 @@
-/* base/hash_cpu.c - XXH3 in line, so that it is compiled once per instruction set (see the Makefile);
- * hash.c chooses. A digest runs over every byte of a page on both sides: the library's own entry point
- * is SSE2 code, at a third of the speed. */
+/* base/hash_cpu.c - XXH3 in line, so that it is compiled once per instruction set (see the
+ * Makefile); hash.c chooses. A digest runs over every byte of a page on both sides: the library's
+ * own entry point is SSE2 code, at a third of the speed. */
 #define XXH_INLINE_ALL
 #include <xxhash.h>
 

@@ -36,7 +36,9 @@ static inline void tow_list_prepend(struct tow_list *head, struct tow_list *n)
 }
 
 #define TOW_CONTAINER(ptr, type, member) ((type *)(void *)((char *)(ptr)-offsetof(type, member)))
-#define TOW_LIST_EACH(n, head)           for (struct tow_list *n = (head)->next; n != (head); n = n->next)
+
+/* n: the name of the loop variable, a struct tow_list *. */
+#define TOW_LIST_EACH(n, head) for (struct tow_list *n = (head)->next; n != (head); n = n->next)
 /* Safe against removal of n inside the loop. */
 #define TOW_LIST_EACH_SAFE(n, head)                                                                \
     for (struct tow_list *n = (head)->next, *n##_next = n->next; n != (head);                      \

@@ -1,19 +1,22 @@
 /* kv/mover.c - the transfer thread's loop and the two queues that join it to the control thread.
  *
  * How      Commands and events are heap objects whose pointers pass through a tow_inbox each way. A
- *          command that finds its inbox full is refused to the caller. An event must not be lost, since
- *          pages hang on it: one that finds its inbox full waits in a backlog and goes first next time.
- *          While bytes move, parts wait there too and are told once a millisecond: waking the control
- *          thread costs more than moving a small page. Offers are worked off a little each turn, so
- *          that the peer reads the first pages while the next ones are digested.
- *          Commands are looked at before any message is: whatever the control thread did before it told
- *          the world (expect, then GRANT) is then known here before the world can answer.
+ *          command that finds its inbox full is refused to the caller. An event must not be lost,
+ *          since pages hang on it: one that finds its inbox full waits in a backlog and goes first
+ *          next time. While bytes move, parts wait there too and are told once a millisecond:
+ *          waking the control thread costs more than moving a small page. Offers are worked off a
+ *          little each turn, so that the peer reads the first pages while the next ones are
+ *          digested.
+ *          Commands are looked at before any message is: whatever the control thread did before it
+ *          told the world (expect, then GRANT) is then known here before the world can answer.
  *
- *          The loop sleeps in net_link_wait(): in UCX's descriptor, the wake descriptor, or until the
- *          next tick. Ticks (heartbeats, leases, deadlines) exist only while there is a peer or a ticket.
+ *          The loop sleeps in net_link_wait(): in UCX's descriptor, the wake descriptor, or until
+ *          the next tick. Ticks (heartbeats, leases, deadlines) exist only while there is a peer or
+ *          a ticket.
  *
- * Rejected A uv loop on this thread: see net/link.c. Timers per ticket: a scan of at most max_tickets
- *          machines four times per heartbeat costs microseconds and has nothing to forget to disarm.
+ * Rejected A uv loop on this thread: see net/link.c. Timers per ticket: a scan of at most
+ *          max_tickets machines four times per heartbeat costs microseconds and has nothing to
+ *          forget to disarm.
  */
 #include "common/base/clock.h"
 #include "common/base/err.h"
@@ -38,7 +41,7 @@ static void on_command_wake(void *arg)
     atomic_store(&m->rung, true);
 }
 
-/* --- the transfer thread ------------------------------------------------------------------------ */
+/* --- the transfer thread ---------------------------------------------------------------------- */
 
 void mover_post(struct kv_mover *m, const struct kv_mover_event *ev, const void *note)
 {
@@ -211,7 +214,7 @@ static void *thread_main(void *arg)
     return NULL;
 }
 
-/* --- open and close ----------------------------------------------------------------------------- */
+/* --- open and close --------------------------------------------------------------------------- */
 
 static int copy_fact(struct kv_mover *m, const char *field, const char *value, struct tow_err *err)
 {
@@ -393,7 +396,7 @@ bool kv_mover_event(struct kv_mover *m, struct kv_mover_event *out)
     return true;
 }
 
-/* --- commands ----------------------------------------------------------------------------------- */
+/* --- commands --------------------------------------------------------------------------------- */
 
 static int name_peer(struct command *c, const char *peer, uint64_t incarnation)
 {

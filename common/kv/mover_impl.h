@@ -24,7 +24,8 @@
 enum {
     MOVER_FACTS_MAX = 32,
     MOVER_READS = 8, /* reads in flight per connection: enough to cover a round trip */
-    /* Bytes of one read: those in flight fit into a core's cache, where the digest then finds them. */
+    /* Bytes of one read: those in flight fit into a core's cache, where the digest then finds
+     * them. */
     MOVER_READ_BYTES = 128 << 10,
     MOVER_OFFER_BYTES = 256 << 10, /* digested for offers in one turn of the loop */
     MOVER_PROBES = 16,             /* pages moved to prove a link; the first one only warms it up */

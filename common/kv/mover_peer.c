@@ -7,19 +7,21 @@
  *   PROVING   --XPROBE get {where, digest}         -->  reads the page MOVER_PROBES times
  *             <-- XPROBED {MB/s}                    --
  *             --bulk messages headed by XPROBE      -->  takes them
- *             <-- XPROBED {MB/s}                    --  UP, by the faster method
+ *             <-- XPROBED {MB/s}                    --  UP, by reads unless bulk is clearly
+ *                                                        faster: see choose()
  *   UP
  *
- * How      UCX does not say who sent a message. So each one starts with the label, 64 random bits that
- *          the prefill side makes for each attempt: what was meant for an earlier connection, or for the
- *          process that had this address before, finds no label here and is only counted.
- *          A connection never comes back: it goes down once, its tickets end, its endpoint is closed by
- *          force; the prefill side then tries anew, with doubled pauses.
+ * How      UCX does not say who sent a message. So each one starts with the label, 64 random bits
+ *          that the prefill side makes for each attempt: what was meant for an earlier connection,
+ *          or for the process that had this address before, finds no label here and is only
+ *          counted.
+ *          A connection never comes back: it goes down once, its tickets end, its endpoint is
+ *          closed by force; the prefill side then tries anew, with doubled pauses.
  *
  * Proof    "token" in the facts is a keyed XXH3 of the label. It keeps strangers and misconfigured
- *          clusters out, but it is no cryptography, and the bytes that follow are not encrypted: the
- *          data plane belongs on a network of its own. UCX parses addresses and memory keys without
- *          bounds, so both are used only after this check.
+ *          clusters out, but it is no cryptography, and the bytes that follow are not encrypted:
+ *          the data plane belongs on a network of its own. UCX parses addresses and memory keys
+ *          without bounds, so both are used only after this check.
  */
 #include "common/base/clock.h"
 #include "common/base/err.h"
@@ -119,7 +121,7 @@ void conn_send(struct conn *c, const struct wire_msg *msg)
     net_ep_send(c->ep, frame, (uint32_t)n + MOVER_LABEL_BYTES);
 }
 
-/* --- what the control thread hears ---------------------------------------------------------------- */
+/* --- what the control thread hears ------------------------------------------------------------ */
 
 static void tell_up(struct conn *c)
 {
@@ -192,7 +194,7 @@ void conn_down(struct conn *c, int code, const char *why)
     close_conn(c, code, why, false);
 }
 
-/* --- greeting, prefill side --------------------------------------------------------------------- */
+/* --- greeting, prefill side ------------------------------------------------------------------- */
 
 static uint32_t pack_facts(struct kv_mover *m, uint64_t label, uint8_t *out, size_t cap)
 {
@@ -322,7 +324,7 @@ void mover_drop(struct kv_mover *m, const struct command *cmd)
     ship_peer_lost(m, cmd->peer, cmd->incarnation, NULL, "dropped");
 }
 
-/* --- greeting, decode side ------------------------------------------------------------------------ */
+/* --- greeting, decode side -------------------------------------------------------------------- */
 
 struct refusal {
     char field[WIRE_MAX_NAME + 1], ours[WIRE_MAX_VALUE + 1], theirs[WIRE_MAX_VALUE + 1];
@@ -470,7 +472,7 @@ static void on_xhello(struct kv_mover *m, uint64_t label, const struct wire_xhel
     conn_send(c, &yes);
 }
 
-/* --- proof ---------------------------------------------------------------------------------------- */
+/* --- proof ------------------------------------------------------------------------------------ */
 
 static uint8_t *probe_page(struct kv_mover *m)
 {
@@ -520,8 +522,8 @@ static void begin_proof(struct conn *c, enum kv_move_method method)
 
 static void choose(struct conn *c)
 {
-    /* About equal: reads, which need no work of the sender and come in pieces that a cache holds. A few
-     * pages on a busy machine say no more than that. */
+    /* About equal: reads, which need no work of the sender and come in pieces that a cache holds. A
+     * few pages on a busy machine say no more than that. */
     uint64_t get = c->mb[KV_MOVE_GET], bulk = c->mb[KV_MOVE_BULK];
     c->method = bulk > get + get / 4 ? KV_MOVE_BULK : get > 0 ? KV_MOVE_GET : KV_MOVE_NONE;
 }
@@ -671,7 +673,7 @@ static void on_xprobed(struct conn *c, const struct wire_xprobed *p)
                                          : "no method moves a page whole");
 }
 
-/* --- messages --------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 
 static void on_xready(struct conn *c, const struct wire_xready *r)
 {
@@ -807,7 +809,7 @@ void mover_on_ep_error(void *arg, struct net_ep *ep, int code, const char *why)
     conn_down(c, code, text);
 }
 
-/* --- time ------------------------------------------------------------------------------------------- */
+/* --- time ------------------------------------------------------------------------------------- */
 
 static void ping(struct conn *c)
 {

@@ -2,13 +2,13 @@
  * reads and digests.
  *
  * How      One open hash table of tickets by id. Digests are made and checked here, on the transfer
- *          thread: XXH3 runs at memory speed, next to the copy itself, and keeps the engine's cores out
- *          of it. A part is read in pieces and each is digested as it comes, while the cache has it.
- *          Reads are handed out in turn among the tickets of a connection, MOVER_READS at a
- *          time, so a long prompt's pages never hold up a short one's and a cancelled ticket waits for
- *          a few reads at most.
- *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight; what
- *          comes for it afterwards finds no ticket and is answered with NACK.
+ *          thread: XXH3 runs at memory speed, next to the copy itself, and keeps the engine's cores
+ *          out of it. A part is read in pieces and each is digested as it comes, while the cache
+ *          has it. Reads are handed out in turn among the tickets of a connection, MOVER_READS at a
+ *          time, so a long prompt's pages never hold up a short one's and a cancelled ticket waits
+ *          for a few reads at most.
+ *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight;
+ *          what comes for it afterwards finds no ticket and is answered with NACK.
  */
 #include "common/base/err.h"
 #include "common/base/fault.h"
@@ -66,7 +66,7 @@ static uint8_t *local_of(const struct part *p)
     return (uint8_t *)p->t->m->areas[area_of(index_of(p))] + p->local;
 }
 
-/* --- beginning and end ---------------------------------------------------------------------------- */
+/* --- beginning and end ------------------------------------------------------------------------ */
 
 static void tell_ended(struct kv_mover *m, struct kv_ticket id, uint64_t cookie, int code,
                        const char *why, const void *note, uint32_t note_bytes)
@@ -131,7 +131,7 @@ static struct wire_ticket wire_id(const struct ticket *t)
     return (struct wire_ticket){t->id.id, t->id.nonce};
 }
 
-/* --- actions -------------------------------------------------------------------------------------- */
+/* --- actions ---------------------------------------------------------------------------------- */
 
 static void step(struct ticket *t, enum kv_xfer_event_kind kind, uint32_t index, uint32_t n_pages,
                  int code);
@@ -261,7 +261,7 @@ static void step(struct ticket *t, enum kv_xfer_event_kind kind, uint32_t index,
         tow_list_append(&c->ready, &t->in_ready);
 }
 
-/* --- receiving ------------------------------------------------------------------------------------ */
+/* --- receiving -------------------------------------------------------------------------------- */
 
 static void flip_if_told(uint8_t *bytes, size_t n)
 {
@@ -334,15 +334,14 @@ static void on_piece(void *arg, int code)
         size_t n = piece_of(r);
         bool last = r->at + n == bytes_of(m, index_of(p));
         if (last) flip_if_told(here, n);
-        if (r->at == 0 && !last) tow_hash_begin(&r->digest);
         if (r->at == 0 && last) {
             code = check_digest(p, tow_hash64(here, n));
         } else {
+            if (r->at == 0) tow_hash_begin(&r->digest);
             tow_hash_add(&r->digest, here, n);
             r->at += n;
-            if (!last) code = read_piece(r);
+            code = last ? check_digest(p, tow_hash_end(&r->digest)) : read_piece(r);
             if (!last && code == 0) return;
-            if (last) code = check_digest(p, tow_hash_end(&r->digest));
         }
     }
     r->p = NULL;
@@ -457,7 +456,7 @@ void ship_offered(struct conn *c, const struct wire_offer *o, struct net_bulk *b
     ship_pump(c);
 }
 
-/* --- what the peer says of our tickets -------------------------------------------------------------- */
+/* --- what the peer says of our tickets -------------------------------------------------------- */
 
 static struct ticket *of_peer(struct conn *c, struct wire_ticket id)
 {
@@ -493,7 +492,7 @@ void ship_nacked(struct conn *c, const struct wire_nack *n)
     step(t, KV_XFER_NACKED, 0, 0, n->code);
 }
 
-/* --- commands --------------------------------------------------------------------------------------- */
+/* --- commands --------------------------------------------------------------------------------- */
 
 void ship_send(struct kv_mover *m, const struct command *cmd)
 {
@@ -555,7 +554,7 @@ void ship_step(struct kv_mover *m, struct kv_ticket id, enum kv_xfer_event_kind 
     step(t, kind, 0, 0, code);
 }
 
-/* --- loss and time ---------------------------------------------------------------------------------- */
+/* --- loss and time ---------------------------------------------------------------------------- */
 
 void ship_peer_lost(struct kv_mover *m, const char *name, uint64_t incarnation, struct conn *c,
                     const char *why)

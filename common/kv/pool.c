@@ -50,7 +50,7 @@ int kv_pool_new(struct kv_pool **out, void *pages, uint32_t n_pages, size_t page
                 uint32_t n_tails, size_t tail_bytes, struct tow_err *err)
 {
     struct kv_pool *p = calloc(1, sizeof *p);
-    if (!p) return tow_fail(err, TOW_ENOMEM, "pool: no memory");
+    if (!p) return tow_fail(err, TOW_ENOMEM, "pool: out of memory");
     p->pages = pages;
     p->tails = tails;
     p->page_bytes = page_bytes;

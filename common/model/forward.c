@@ -191,7 +191,7 @@ int model_open(struct model **out, const char *dir, const struct model_options *
                struct tow_err *err)
 {
     struct model *m = calloc(1, sizeof *m);
-    if (!m) return tow_fail(err, TOW_ENOMEM, "model: no memory");
+    if (!m) return tow_fail(err, TOW_ENOMEM, "model: out of memory");
     m->opt = *opt;
     m->act = opt->exact ? KERN_F32 : KERN_BF16;
 
@@ -208,6 +208,7 @@ int model_open(struct model **out, const char *dir, const struct model_options *
     rc = kern_dev_open(&m->dev, opt->device, opt->n_threads, err);
     if (rc < 0) goto fail;
     m->ops = kern_dev_ops(m->dev);
+    if (opt->wrap_ops) m->ops = opt->wrap_ops(m->ops);
     m->stream = kern_dev_stream(m->dev);
     rc = alloc_scratch(m, err);
     if (rc < 0) goto fail;

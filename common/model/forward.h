@@ -22,6 +22,7 @@
 
 struct model;
 struct kern_dev;
+struct kern_ops;
 struct tow_err;
 
 enum { MODEL_MAX_TOPK = 4096, MODEL_MAX_ROWS = 65536 };
@@ -38,6 +39,9 @@ struct model_options {
     int32_t max_rows;              /* rows of one pass: the chunk, or the decode batch */
     int32_t page_tokens;           /* 0 = chosen by the layout */
     bool mtp;                      /* keep the MTP block's state and allow model_mtp() */
+    /* NULL, or gives the table to use in place of the device's (an audit's tests plant faults in
+     * single ops); both tables outlive the model. */
+    const struct kern_ops *(*wrap_ops)(const struct kern_ops *of_device);
 };
 
 /* Opens the checkpoint and the device. Caller frees with model_close(). Errors name the option. */

@@ -33,7 +33,7 @@ int64_t model_sample_scratch(int32_t V)
 /* a before b in falling order of logit, then rising id. */
 static bool before(const float *x, int32_t a, int32_t b)
 {
-    return x[a] > x[b] || (x[a] == x[b] && a < b);
+    return x[a] == x[b] ? a < b : x[a] > x[b];
 }
 
 static void sift_down(int32_t *heap, int32_t n, int32_t i, const float *x)
@@ -81,6 +81,7 @@ static void logprobs(const float *logits, int32_t V, int32_t want, int32_t *heap
     } else {
         double sum = 0;
         for (int32_t i = 0; i < V; i++) sum += exp((double)logits[i] - (double)m);
+        /* cppcheck-suppress invalidFunctionArg ; the largest logit alone adds 1 */
         lse = (double)m + log(sum);
         out->logprob = (float)((double)logits[out->id] - lse);
     }

@@ -28,9 +28,8 @@ struct model_sampling {
     int32_t top_k;           /* 0 = off */
     float presence_penalty;  /* subtracted once if the token was generated before */
     float frequency_penalty; /* subtracted per earlier occurrence in the output */
-    float
-        /* of a token generated before: logit / p if positive, else * p; 0 or 1 = off */
-        repetition_penalty;
+    /* Of a token generated before: logit / p if positive, else * p; 0 or 1 = off. */
+    float repetition_penalty;
     uint64_t seed;
     int32_t n_logprobs;            /* -1 = none, else 0 .. MODEL_MAX_LOGPROBS alternatives */
     const struct model_bias *bias; /* borrowed; [n_bias] */

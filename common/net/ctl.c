@@ -563,7 +563,7 @@ static int owner_init(struct owner *o, struct net_loop *loop, const char *url,
     if (rc < 0) goto close_wake;
     rc = io_init(&o->io, kind, o, NULL);
     if (rc < 0) {
-        tow_fail(err, rc, "control URL %s: no memory", url);
+        tow_fail(err, rc, "control URL %s: out of memory", url);
         goto close_timer;
     }
     net_timer_start(o->sweep, SWEEP_MS, SWEEP_MS);
@@ -642,7 +642,7 @@ int net_ctl_listen(struct net_ctl_server **out, struct net_loop *loop, const cha
                    struct tow_err *err)
 {
     struct net_ctl_server *s = calloc(1, sizeof *s);
-    if (!s) return tow_fail(err, TOW_ENOMEM, "control URL %s: no memory", url);
+    if (!s) return tow_fail(err, TOW_ENOMEM, "control URL %s: out of memory", url);
     int rc = owner_init(&s->o, loop, url, cfg, hooks, arg, IO_ACCEPT, err);
     if (rc < 0) {
         free(s);
@@ -712,7 +712,7 @@ int net_ctl_dial(struct net_ctl_dialer **out, struct net_loop *loop, const char 
                  struct tow_err *err)
 {
     struct net_ctl_dialer *d = calloc(1, sizeof *d);
-    if (!d) return tow_fail(err, TOW_ENOMEM, "control URL %s: no memory", url);
+    if (!d) return tow_fail(err, TOW_ENOMEM, "control URL %s: out of memory", url);
     int rc = owner_init(&d->o, loop, url, cfg, hooks, arg, IO_DIAL, err);
     if (rc < 0) {
         free(d);

@@ -104,7 +104,7 @@ int net_listen_open(struct net_listen **out, uv_loop_t *loop, const char *addr, 
     int rc = to_sockaddr(addr, what, &sa, err);
     if (rc < 0) return rc;
     struct net_listen *l = calloc(1, sizeof *l);
-    if (!l) return tow_fail(err, TOW_ENOMEM, "%s %s: no memory", what, addr);
+    if (!l) return tow_fail(err, TOW_ENOMEM, "%s %s: out of memory", what, addr);
     snprintf(l->what, sizeof l->what, "%s %s", what, addr);
     l->on_client = on_client;
     l->arg = arg;

@@ -267,7 +267,7 @@ int net_status_open(struct net_status **out, struct net_loop *loop, const char *
                     const struct net_status_hooks *hooks, struct tow_err *err)
 {
     struct net_status *s = calloc(1, sizeof *s);
-    if (!s) return tow_fail(err, TOW_ENOMEM, "--status %s: no memory", addr);
+    if (!s) return tow_fail(err, TOW_ENOMEM, "--status %s: out of memory", addr);
     s->loop = loop;
     s->hooks = *hooks;
     tow_list_init(&s->connections);

@@ -16,6 +16,8 @@
 #include "common/base/err.h"
 #include "common/text/json.h"
 
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -59,6 +61,8 @@ struct msg {
     enum role role;
     struct text content;
     const struct json *src; /* NULL for the system message we put in front */
+    const char *list;       /* as enc's, and the place there */
+    size_t at;
     const struct json *tools, *format, *calls;
     const char *reasoning; /* NULL when none or dropped */
     size_t reasoning_len;
@@ -82,6 +86,22 @@ struct enc {
     const char *list; /* "messages" or "context", for messages of errors */
     bool drop;        /* drop_thinking is in force */
 };
+
+/* Puts a place in front of the message: "role: is wrong" of "messages[2]" becomes
+ * "messages[2].role: is wrong", and what begins with no field follows after a colon. */
+static int at_place(struct tow_err *err, const char *fmt, ...)
+    __attribute__((format(printf, 2, 3)));
+static int at_place(struct tow_err *err, const char *fmt, ...)
+{
+    char place[80];
+    struct tow_err was = *err;
+    size_t field = strcspn(was.msg, ": ");
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(place, sizeof place, fmt, ap);
+    va_end(ap);
+    return tow_fail(err, was.code, "%s%s%s", place, was.msg[field] == ':' ? "." : ": ", was.msg);
+}
 
 static int no_memory(struct enc *e)
 {
@@ -117,7 +137,7 @@ static int read_text(struct enc *e, const struct json *v, size_t i, const char *
             rc = tow_fail(e->err, TOW_EINVAL, "type: \"%.60s\" is not supported, only \"text\"",
                           type);
         if (rc < 0) {
-            tow_note(e->err, "%s[%zu].%s[%zu]", e->list, i, field, k);
+            at_place(e->err, "%s[%zu].%s[%zu]", e->list, i, field, k);
             return rc;
         }
         k++;
@@ -149,14 +169,14 @@ static int check_calls(struct enc *e, const struct json *calls)
             rc = tow_fail(e->err, TOW_EINVAL, "function: is required but missing");
         else if (rc == 0 &&
                  (!json_require(f, "name", e->err) || !json_require(f, "arguments", e->err)))
-            rc = tow_note(e->err, "function");
+            rc = at_place(e->err, "function");
         else if (rc == 0 && ((rc = json_get_string(f, "name", "", &s, NULL, e->err)) < 0 ||
                              (rc = json_get_string(f, "arguments", "", &s, NULL, e->err)) < 0 ||
                              (rc = json_get_string(f, "id", "", &s, NULL, e->err)) < 0))
-            tow_note(e->err, "function");
+            at_place(e->err, "function");
         if (rc == 0) rc = json_get_string(call, "id", "", &s, NULL, e->err);
         if (rc < 0) {
-            tow_note(e->err, "tool_calls[%zu]", k);
+            at_place(e->err, "tool_calls[%zu]", k);
             return rc;
         }
         k++;
@@ -169,7 +189,7 @@ static int check_tools(const struct json *tools, struct tow_err *err)
     size_t k = 0;
     JSON_EACH(tool, tools)
     {
-        const struct json *f;
+        const struct json *f = NULL;
         const char *s = NULL, *type = NULL;
         int rc = json_get_string(tool, "type", "function", &type, NULL, err);
         if (rc == 0 && strcmp(type, "function") != 0)
@@ -181,7 +201,7 @@ static int check_tools(const struct json *tools, struct tow_err *err)
         if (rc == 0 && strpbrk(s, "\"<>\n\r"))
             rc = tow_fail(err, TOW_EINVAL, "name: must hold no quote, angle bracket or line break");
         if (rc < 0) {
-            tow_note(err, "tools[%zu]", k);
+            at_place(err, "tools[%zu]", k);
             return rc;
         }
         k++;
@@ -268,13 +288,13 @@ static int fold(struct enc *e, const struct json *list, size_t extra, struct msg
     size_t i = 0;
     JSON_EACH(src, list)
     {
-        struct msg m = {0};
+        struct msg m = {.list = e->list, .at = i};
         const char *id = "";
         int rc = read_fields(e, src, &m);
         if (rc == 0 && m.role == TOOL)
             rc = json_get_string(src, "tool_call_id", "", &id, NULL, e->err);
         if (rc < 0) {
-            tow_note(e->err, "%s[%zu]", e->list, i);
+            at_place(e->err, "%s[%zu]", e->list, i);
             return rc;
         }
         rc = read_text(e, json_find(src, "content"), i, "content", m.role == TOOL, &m.content);
@@ -610,7 +630,7 @@ static int write_assistant(struct enc *e, const struct msg *m, bool thinks)
             int rc = write_call(e, call);
             if (rc < 0) {
                 if (rc == TOW_EINVAL)
-                    tow_note(e->err, "tool_calls[%zu].function.arguments of an assistant message",
+                    at_place(e->err, "%s[%zu].tool_calls[%zu].function.arguments", m->list, m->at,
                              k);
                 return rc;
             }

@@ -890,7 +890,7 @@ void json_put_double(struct tow_buf *b, double v)
     shortest(v, e, sizeof e);
     char *p = e, *exp_at = strchr(e, 'e');
     int exp10 = atoi(exp_at + 1), n = 0;
-    char digit[20];
+    char digit[20] = "";
     if (*p == '-') {
         tow_buf_putc(b, '-');
         p++;

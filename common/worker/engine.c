@@ -113,7 +113,7 @@ int work_engine_open(struct work_engine **out, struct model *m, void *pages, uin
 {
     const int32_t V = model_peek_weights(m)->shape.V, max_rows = model_peek_options(m)->max_rows;
     struct work_engine *e = calloc(1, sizeof *e);
-    if (!e) return tow_fail(err, TOW_ENOMEM, "engine: no memory");
+    if (!e) return tow_fail(err, TOW_ENOMEM, "engine: out of memory");
     e->model = m;
     e->pages = pages;
     e->n_pages = n_pages;

@@ -585,6 +585,8 @@ static void on_engine_wake(void *arg)
     while ((step = work_engine_done(w->engine))) {
         if (step == &w->own->probe)
             w->own->probing = false;
+        else if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS)
+            work_die(w, step->err);
         else
             w->role->on_stepped(w->own->self, step);
     }
@@ -959,6 +961,7 @@ int work_run(const struct work_role *role, int argc, char **argv)
         return 1;
     }
     signal(SIGPIPE, SIG_IGN);
+    signal(SIGXFSZ, SIG_IGN); /* a file at its limit is an error of write or ftruncate */
     w->role = role;
     w->own = o;
     w->incarnation = tow_random_u64();

@@ -47,12 +47,13 @@ struct work_role {
     void (*on_message)(void *self, uint64_t owner, const struct wire_msg *m);
     void (*on_router_lost)(void *self, uint64_t owner);
     void (*on_move)(void *self, const struct kv_mover_event *ev);
+    /* Every step must have an err; one that failed with scope PROCESS ends the process instead. */
     void (*on_stepped)(void *self, struct work_step *step);
     void (*on_tick)(void *self, uint64_t now_ms);    /* every WORK_TICK_MS */
     void (*on_drain)(void *self, uint32_t limit_ms); /* call work_drained() when nothing is left */
-    void (*load)(void *self,
-                 struct wire_heartbeat *out); /* queues, tickets; the rest is filled in */
-    void (*collect)(void *self);              /* set gauges before a print */
+    /* Queues and tickets; the rest is filled in. */
+    void (*load)(void *self, struct wire_heartbeat *out);
+    void (*collect)(void *self); /* set gauges before a print */
 };
 enum { WORK_TICK_MS = 100 };
 
@@ -83,7 +84,7 @@ int work_run(const struct work_role *role, int argc, char **argv);
 /* To the router behind owner; a router that is gone is skipped. */
 void work_send(struct work *w, uint64_t owner, const struct wire_msg *m);
 uint64_t work_now_ms(struct work *w);
-/* kv_mover_connect(), and a kv_mover_drop() that is given again until the mover takes it. */
+/* kv_mover_connect() with its errors, and a kv_mover_drop() that is repeated until it is taken. */
 int work_connect_peer(struct work *w, const char *name, uint64_t incarnation, const void *address,
                       size_t bytes);
 void work_drop_peer(struct work *w, const char *name, uint64_t incarnation);

@@ -17,7 +17,7 @@ int ctl_client_open(struct ctl_client *c, struct tow_err *err)
     if (!c->key_file) return 0;
     rc = tow_secret_read(c->key_file, "--api-key-file", MAX_KEY_FILE, &c->key, err);
     if (rc < 0) return rc;
-    if (tow_buf_failed(&c->key)) return tow_fail(err, TOW_ENOMEM, "--api-key-file: no memory");
+    if (tow_buf_failed(&c->key)) return tow_fail(err, TOW_ENOMEM, "--api-key-file: out of memory");
     size_t n = c->key.data ? strcspn(c->key.data, "\r\n") : 0;
     for (size_t i = 0; i < n; i++)
         if (c->key.data[i] <= ' ' || c->key.data[i] >= 127)

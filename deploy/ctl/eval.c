@@ -91,7 +91,7 @@ static int read_ids(struct run *r, const struct model_safetensors *f, const char
         return tow_fail(err, TOW_EINVAL, "%s: %s: %lld values, at most %d", r->e->tokens_path, name,
                         (long long)t->dims[0], INT32_MAX / 2);
     int32_t *ids = hold(r, t->dims[0], sizeof *ids);
-    if (!ids) return tow_fail(err, TOW_ENOMEM, "eval: no memory");
+    if (!ids) return tow_fail(err, TOW_ENOMEM, "eval: out of memory");
     for (int64_t i = 0; i < t->dims[0]; i++) {
         int64_t v;
         int32_t v32;
@@ -300,7 +300,7 @@ static int alloc_captures(struct run *r, struct tow_err *err)
     const int64_t T = r->T, P = r->P, n = T / 4, K = model_peek_options(r->m)->index_topk;
     const size_t a = r->e->model.exact ? 4 : 2;
     r->layers = hold(r, s->n_layers, sizeof *r->layers);
-    if (!r->layers) return tow_fail(err, TOW_ENOMEM, "eval: no memory");
+    if (!r->layers) return tow_fail(err, TOW_ENOMEM, "eval: out of memory");
     for (int32_t i = 0; i < s->n_layers; i++) {
         struct layer_capture *c = &r->layers[i];
         bool indexed = kern_kv_overlaps(s->ratios[i]);
@@ -639,7 +639,7 @@ int ctl_eval_run(const struct ctl_eval *e, struct tow_err *err)
     /* Whether there is an MTP block is known only once the checkpoint is read: try with,
      * fall back without. */
     struct text_config *cfg = malloc(sizeof *cfg);
-    if (!cfg) return tow_fail(err, TOW_ENOMEM, "eval: no memory");
+    if (!cfg) return tow_fail(err, TOW_ENOMEM, "eval: out of memory");
     int rc = text_config_load(cfg, e->model_dir, err);
     bool has_mtp = rc == 0 && cfg->n_mtp > 0;
     free(cfg);

@@ -224,7 +224,7 @@ static int read_reply(const struct ctl_server *s, int fd, ctl_http_on_body on_bo
         if (rc == 0 && ev == CTL_HTTP_MORE) {
             char *room = tow_buf_room(&in, READ_BYTES);
             ssize_t n = room ? receive(s, fd, room, READ_BYTES, err)
-                             : tow_fail(err, TOW_ENOMEM, "%s: no memory", s->url);
+                             : tow_fail(err, TOW_ENOMEM, "%s: out of memory", s->url);
             if (n > 0) in.len += (size_t)n;
             if (n < 0) rc = (int)n;
             if (n == 0) ev = ctl_http_closed(&p);
@@ -246,7 +246,7 @@ int ctl_http_call(const struct ctl_server *s, const char *method, const char *pa
     tow_buf_init(&request, 0);
     put_request(s, method, path, body, &request);
     int fd = -1;
-    int rc = tow_buf_failed(&request) ? tow_fail(err, TOW_ENOMEM, "%s: no memory", s->url)
+    int rc = tow_buf_failed(&request) ? tow_fail(err, TOW_ENOMEM, "%s: out of memory", s->url)
                                       : connect_any(s, &fd, err);
     if (rc == 0) rc = send_all(s, fd, request.data, request.len, err);
     if (rc == 0) rc = read_reply(s, fd, on_body, ctx, reply, err);

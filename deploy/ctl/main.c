@@ -3,6 +3,7 @@
 #include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
 #include "deploy/ctl/needle.h"
+#include "deploy/ctl/numerics.h"
 #include "deploy/ctl/status.h"
 #include "deploy/ctl/verify.h"
 
@@ -15,6 +16,8 @@ static const struct {
 } commands[] = {
     {"eval", "run the engine in this process on token ids; dump logits, hidden states, scores",
      ctl_eval_main},
+    {"numerics", "audit kernels, formats and the hand-over on this checkpoint and device",
+     ctl_numerics_main},
     {"status", "show whether the router serves, and its workers", ctl_status_main},
     {"drain", "give a worker no new work and wait until it has gone", ctl_drain_main},
     {"chat", "ask the served model; the answer as it comes", ctl_chat_main},

@@ -26,16 +26,26 @@ enum {
 /* The compiler does not know that tile instructions read and write memory. */
 #define TILES_SEE_MEMORY() __asm__ volatile("" ::: "memory")
 
+/* Scale codes with which every number of the format is a normal one in bf16, whose exponent codes
+ * for those are 1 to 254: a number in 2^e .. 2^(e+1) gets code e + scale. fp8 has e from -9 to 8,
+ * mxfp4 from -1 to 2. */
+enum {
+    FP8_SCALE_MIN = 1 + 9,
+    FP8_SCALE_MAX = 254 - 8,
+    MXFP4_SCALE_MIN = 1 + 1,
+    MXFP4_SCALE_MAX = 254 - 2
+};
+
 struct panel {
     const struct kern_weight *w;
-    const uint8_t
-        *row[KERN_AMX_ROWS]; /* rows past the last are the first again; nobody reads their sums */
-    const uint8_t *codes[KERN_AMX_ROWS]; /* mxfp4: their scales */
-    bool last;                           /* the rows after these are somebody else's */
-    uint16_t *scale;                     /* fp8: [2][blocks], what is added to a bf16 exponent */
-    int split;                           /* fp8: rows from here on have the second scales */
-    int64_t runs, blocks;
-    bool careful;
+    /* Rows past the last are the first again; nobody reads their sums. */
+    const uint8_t *row[KERN_AMX_ROWS];
+    const uint8_t *row_scale[KERN_AMX_ROWS]; /* mxfp4: their scale codes */
+    bool last;                               /* the rows after these are somebody else's */
+    uint16_t *scale;      /* fp8: [2][blocks], what is added to a bf16 exponent */
+    int split;            /* fp8: rows from here on have the second scales */
+    int64_t runs, blocks; /* of a row: KERN_AMX_RUN values, values of one scale */
+    bool by_value;        /* a scale or a code that lanes cannot do */
 };
 
 /* --- x */
@@ -100,17 +110,18 @@ static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, 
         for (int64_t r = 0; r < KERN_AMX_ROWS; r++) {
             const uint8_t *s =
                 (const uint8_t *)w->scale + (n + (r < nb ? r : 0)) * w->scale_row_bytes;
-            p->codes[r] = s;
+            p->row_scale[r] = s;
             code_range(s, p->blocks, &least, &most);
         }
     }
-    __m512i low = _mm512_set1_epi8(fp8 ? 10 : 2), high = _mm512_set1_epi8((char)(fp8 ? 246 : 252));
+    __m512i low = _mm512_set1_epi8(fp8 ? FP8_SCALE_MIN : MXFP4_SCALE_MIN);
+    __m512i high = _mm512_set1_epi8((char)(fp8 ? FP8_SCALE_MAX : MXFP4_SCALE_MAX));
     return !_mm512_cmplt_epu8_mask(least, low) && !_mm512_cmpgt_epu8_mask(most, high);
 }
 
 /* --- conversion of one run: out[quarter][strip][16][32] */
 
-static void convert_careful(const struct panel *p, int64_t run, int r0, uint16_t *out)
+static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_t *out)
 {
     const struct kern_weight *w = p->w;
     for (int r = r0; r < r0 + ROWS_AT_ONCE; r++)
@@ -220,11 +231,11 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
     const __m512i most = _mm512_set1_epi16((125 + 127) << 7);
     uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
     if (ahead && r0 == 0 && !p->last) { /* four bytes of each row's scales; they lie together */
-        V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
-        V_PREFETCH(p->codes[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k + 64);
+        V_PREFETCH(p->row_scale[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
+        V_PREFETCH(p->row_scale[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k + 64);
     }
     for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += 32) {
-        const uint8_t *d = p->row[r] + k / 2, *s = p->codes[r] + k / 32;
+        const uint8_t *d = p->row[r] + k / 2, *s = p->row_scale[r] + k / 32;
         int32_t four = 0;
         if (far) V_PREFETCH(d + far);
         memcpy(&four, s, whole ? 4 : (size_t)(left / 32));
@@ -259,8 +270,8 @@ V_INLINE void convert(const struct panel *p, int64_t run, int r0, uint16_t *out,
 {
     if (fmt == KERN_W_BF16)
         convert_bf16(p, run, r0, out);
-    else if (p->careful)
-        convert_careful(p, run, r0, out);
+    else if (p->by_value)
+        convert_by_value(p, run, r0, out);
     else if (fmt == KERN_W_FP8)
         convert_fp8(p, run, r0, out, top, ahead, whole);
     else
@@ -304,8 +315,7 @@ struct run_at {
     int64_t row_bytes, quarter_bytes;
 };
 
-/* Adds quarter q of a run; x of the second sixteen rows lies `second` words on, 0: there is none.
- */
+/* Adds quarter q of a run; x of the second sixteen rows lies `second` words on (0: none). */
 V_INLINE void add_quarter(struct run_at w, int q, const uint32_t *x, int64_t cols, int64_t second)
 {
     TILES_SEE_MEMORY();
@@ -349,12 +359,12 @@ V_INLINE void to_rows(const float *s, int64_t nb, int64_t nt, int64_t cols, floa
 /* Sums of nt <= 32 rows to c. */
 static void store_sums(int64_t nb, int64_t nt, int64_t cols, float *c, int64_t ld_c)
 {
-    float s[KERN_AMX_ROWS * 16];
+    float s[KERN_AMX_ROWS * KERN_AMX_COLS];
     size_t ld = (size_t)cols * 4;
     _tile_stored(0, s, ld);
     _tile_stored(2, s + 16 * cols, ld);
     to_rows(s, nb, nt < 16 ? nt : 16, cols, c, ld_c);
-    if (nt <= 16) return;
+    if (nt <= KERN_AMX_COLS) return;
     _tile_stored(1, s, ld);
     _tile_stored(3, s + 16 * cols, ld);
     to_rows(s, nb, nt - 16, cols, c + 16 * ld_c, ld_c);
@@ -444,7 +454,7 @@ V_INLINE void add_to(const bool odd, struct run_at w, int q, const uint32_t *x, 
     }
 }
 
-V_INLINE void zero_of(const bool odd)
+V_INLINE void zero_pair(const bool odd)
 {
     if (odd) {
         _tile_zero(1);
@@ -455,17 +465,17 @@ V_INLINE void zero_of(const bool odd)
     }
 }
 
-/* A panel under way. */
-struct course {
+/* A panel under way: the pipeline has two, one being converted, one whose sums are fetched. */
+struct stage {
     struct panel p;
     int64_t n, nb; /* its rows of the weight, from the first on */
     __m512i top;
     bool stored;
 };
 
-static void course_store(struct course *o, bool odd, int64_t T, float *c, int64_t ld_c)
+static void stage_store(struct stage *o, bool odd, int64_t T, float *c, int64_t ld_c)
 {
-    float s[KERN_AMX_ROWS * 16];
+    float s[KERN_AMX_ROWS * KERN_AMX_COLS];
     int64_t cols = kern_amx_cols(T);
     o->stored = true;
     if (odd) {
@@ -478,82 +488,81 @@ static void course_store(struct course *o, bool odd, int64_t T, float *c, int64_
     to_rows(s, o->nb, T, cols, c + o->n, ld_c);
 }
 
-struct piped {
+struct pipeline {
     uint16_t buffer[2][RUN];
-    struct course course[2];
+    struct stage stages[2];
     struct run_at at; /* the run converted last, not added yet */
     const uint32_t *x;
     int64_t steps;
-    uint64_t spoilt; /* panels with a NaN code: to be done again */
+    uint64_t nan_panels; /* bit per panel: a NaN code was met, it has to be done again */
 };
 
 /* One panel's runs; the last one stays to be added. */
-V_INLINE void course_run(struct piped *z, int64_t panel, const uint32_t *x, int64_t T, float *c,
-                         int64_t ld_c, const bool odd, const enum kern_wfmt fmt)
+V_INLINE void stage_run(struct pipeline *z, int64_t panel, const uint32_t *x, int64_t T, float *c,
+                        int64_t ld_c, const bool odd, const enum kern_wfmt fmt)
 {
-    struct course *o = &z->course[odd], *before = &z->course[!odd];
+    struct stage *o = &z->stages[odd], *before = &z->stages[!odd];
     int64_t cols = kern_amx_cols(T), whole = o->p.w->k / KERN_AMX_RUN;
-    zero_of(odd);
+    zero_pair(odd);
     for (int64_t i = 0; i < o->p.runs; i++) {
         uint16_t *to = z->buffer[z->steps & 1];
         struct run_at at = run_in(to);
         bool stored = fmt == KERN_W_BF16 && run_stored(&o->p, o->nb, i, &at);
         if (fmt == KERN_W_BF16) bf16_ahead(&o->p, i);
         for (int q = 0; q < QUARTERS; q++) {
-            if (stored) {
-            } else if (i < whole) {
+            if (!stored && i < whole)
                 convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->top, true, true, fmt);
-            } else {
+            else if (!stored)
                 convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->top, true, false, fmt);
-            }
             if (z->steps == 0) continue;
             if (i == 0)
                 add_to(!odd, z->at, q, z->x, cols);
             else
                 add_to(odd, z->at, q, z->x, cols);
         }
-        if (i == 1 && panel > 0) course_store(before, !odd, T, c, ld_c);
+        if (i == 1 && panel > 0) stage_store(before, !odd, T, c, ld_c);
         z->at = at;
         z->x = x + i * KERN_AMX_RUN_WORDS * cols;
         z->steps++;
     }
-    if (panel > 0 && !before->stored) course_store(before, !odd, T, c, ld_c);
-    if (is_nan_seen(o->top)) z->spoilt |= (uint64_t)1 << panel;
+    if (panel > 0 && !before->stored) stage_store(before, !odd, T, c, ld_c);
+    if (is_nan_seen(o->top)) z->nan_panels |= (uint64_t)1 << panel;
 }
 
-V_INLINE uint64_t times_piped(const struct kern_weight *w, int64_t n, int64_t nb, const uint32_t *x,
-                              int64_t T, float *c, int64_t ld_c, uint8_t *scratch,
-                              const enum kern_wfmt fmt)
+V_INLINE uint64_t times_pipelined(const struct kern_weight *w, int64_t n, int64_t nb,
+                                  const uint32_t *x, int64_t T, float *c, int64_t ld_c,
+                                  uint8_t *scratch, const enum kern_wfmt fmt)
 {
-    struct piped z __attribute__((aligned(64)));
+    struct pipeline z __attribute__((aligned(64)));
     int64_t panels = (nb + KERN_AMX_ROWS - 1) / KERN_AMX_ROWS, cols = kern_amx_cols(T);
     size_t scales = kern_amx_scratch_bytes(w->k, true) / 2;
     z.steps = 0;
-    z.spoilt = 0;
+    z.nan_panels = 0;
     for (int64_t j = 0; j < panels; j++) {
-        struct course *o = &z.course[j & 1];
+        struct stage *o = &z.stages[j & 1];
         int64_t from = j * KERN_AMX_ROWS;
         o->n = from;
         o->nb = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
         o->top = _mm512_setzero_si512();
         o->stored = false;
-        o->p.careful = !panel_open(&o->p, w, n + from, o->nb, scratch + (size_t)(j & 1) * scales);
+        o->p.by_value = !panel_open(&o->p, w, n + from, o->nb, scratch + (size_t)(j & 1) * scales);
         o->p.last = j + 1 == panels;
         if (j & 1)
-            course_run(&z, j, x, T, c, ld_c, true, fmt);
+            stage_run(&z, j, x, T, c, ld_c, true, fmt);
         else
-            course_run(&z, j, x, T, c, ld_c, false, fmt);
+            stage_run(&z, j, x, T, c, ld_c, false, fmt);
     }
     for (int q = 0; q < QUARTERS; q++)
         if (panels & 1)
             add_to(false, z.at, q, z.x, cols);
         else
+            /* cppcheck-suppress uninitvar ; a call has at least one panel */
             add_to(true, z.at, q, z.x, cols);
-    course_store(&z.course[(panels - 1) & 1], !(panels & 1), T, c, ld_c);
-    return z.spoilt;
+    stage_store(&z.stages[(panels - 1) & 1], !(panels & 1), T, c, ld_c);
+    return z.nan_panels;
 }
 
-/* --- */
+/* --- one panel, or all of a call, by format */
 
 static bool times(const struct panel *p, int64_t nb, const uint32_t *x, int64_t T, float *c,
                   int64_t ld_c, uint16_t *panel)
@@ -576,9 +585,9 @@ static uint64_t times_few(const struct kern_weight *w, int64_t n, int64_t nb, co
                           int64_t T, float *c, int64_t ld_c, uint8_t *scratch)
 {
     switch (w->fmt) {
-    case KERN_W_BF16: return times_piped(w, n, nb, x, T, c, ld_c, scratch, KERN_W_BF16);
-    case KERN_W_FP8: return times_piped(w, n, nb, x, T, c, ld_c, scratch, KERN_W_FP8);
-    default: return times_piped(w, n, nb, x, T, c, ld_c, scratch, KERN_W_MXFP4);
+    case KERN_W_BF16: return times_pipelined(w, n, nb, x, T, c, ld_c, scratch, KERN_W_BF16);
+    case KERN_W_FP8: return times_pipelined(w, n, nb, x, T, c, ld_c, scratch, KERN_W_FP8);
+    default: return times_pipelined(w, n, nb, x, T, c, ld_c, scratch, KERN_W_MXFP4);
     }
 }
 
@@ -587,8 +596,8 @@ void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb
                               void *scratch)
 {
     uint16_t *panel = (uint16_t *)((uint8_t *)scratch + kern_amx_scratch_bytes(w->k, true));
-    uint64_t todo = ~(uint64_t)0;
-    bool again = T <= 16;
+    uint64_t todo = ~(uint64_t)0; /* bit per panel; KERN_AMX_PART rows are few enough */
+    bool again = T <= KERN_AMX_COLS;
     configure(kern_amx_cols(T));
     if (again) todo = times_few(w, n, nb, packed, T, c, ld_c, scratch);
     for (int64_t j = 0; j * KERN_AMX_ROWS < nb && todo != 0; j++) {
@@ -597,9 +606,9 @@ void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb
                 rows = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
         if (!(todo >> j & 1)) continue;
         p.last = from + rows == nb;
-        p.careful = !panel_open(&p, w, n + from, rows, scratch) || again;
+        p.by_value = !panel_open(&p, w, n + from, rows, scratch) || again;
         if (times(&p, rows, packed, T, c + from, ld_c, panel)) continue;
-        p.careful = true;
+        p.by_value = true;
         times(&p, rows, packed, T, c + from, ld_c, panel);
     }
     _tile_release();

@@ -19,6 +19,7 @@
 
 enum {
     KERN_AMX_ROWS = 32,   /* weight rows of a panel: two tiles */
+    KERN_AMX_COLS = 16,   /* rows of x of a tile: its columns */
     KERN_AMX_PART = 512,  /* weight rows of one call */
     KERN_AMX_STREAM = 32, /* up to so many rows of x the panel is never written out */
     KERN_AMX_WORDS = 16,  /* words of a tile row: 32 values */
@@ -44,7 +45,7 @@ V_INLINE bool kern_amx_fits(const struct kern_weight *w, enum kern_dtype x, enum
 /* Columns of the tiles that T rows of x lie in: few rows do not pay for sixteen. */
 V_INLINE int64_t kern_amx_cols(int64_t T)
 {
-    return T > 8 ? 16 : T > 4 ? 8 : T > 2 ? 4 : T;
+    return T > 8 ? KERN_AMX_COLS : T > 4 ? 8 : T > 2 ? 4 : T;
 }
 V_INLINE int64_t kern_amx_runs(int64_t k)
 {
@@ -53,7 +54,8 @@ V_INLINE int64_t kern_amx_runs(int64_t k)
 /* Words of T packed rows of width k. */
 V_INLINE int64_t kern_amx_x_words(int64_t T, int64_t k)
 {
-    return (T + 15) / 16 * kern_amx_cols(T) * kern_amx_runs(k) * KERN_AMX_RUN_WORDS;
+    return (T + KERN_AMX_COLS - 1) / KERN_AMX_COLS * kern_amx_cols(T) * kern_amx_runs(k) *
+           KERN_AMX_RUN_WORDS;
 }
 /* Weight rows for one call, so that each of n_threads gets several calls: few rows of x want long
  * ones, fetched ahead without a gap. */
@@ -79,10 +81,12 @@ V_INLINE size_t kern_amx_scratch_bytes(int64_t k, bool stream)
 
 #if KERN_ISA_AMX
 /* Row t of a block of T rows (x: k bf16 numbers as floats, zero up to the next multiple of 16)
- * goes to its column. */
+ * goes to its column of packed, kern_amx_x_words() long; the last row also clears what is beside
+ * it. */
 void KERN_ISA(kern_amx_pack)(const struct kern_weight *w, const float *x, uint32_t *packed,
                              int64_t t, int64_t T);
-/* c[t * ld_c + r] for the rows n .. n+nb-1 of w, nb <= KERN_AMX_PART, and all T packed rows. */
+/* c[t * ld_c + r] for the rows n .. n+nb-1 of w, 0 < nb <= KERN_AMX_PART, and all T packed rows, in
+ * f32. scratch: kern_amx_scratch_bytes(), 64-byte aligned. */
 void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb,
                               const uint32_t *packed, int64_t T, float *c, int64_t ld_c,
                               void *scratch);

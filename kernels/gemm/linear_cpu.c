@@ -82,9 +82,9 @@ static int64_t rows_per_block(int64_t T, int64_t floats)
 /* --- the same through the matrix unit: x is packed into tiles, sixteen rows a part */
 
 enum {
-    TILES_BYTES =
-        1024 * 1024, /* of packed x of one group: with a panel they fit the second-level cache */
-    TILES_ROWS = 256,
+    /* Of packed x of one group: with a panel they fit the second-level cache. */
+    TILES_BYTES = 1024 * 1024,
+    TILES_ROWS = 256, /* of a block; a panel is unpacked once for each block */
 };
 
 struct tiles_job {
@@ -100,9 +100,10 @@ static void tiles_pack(void *arg, int64_t part, int thread)
 {
     const struct tiles_job *j = arg;
     const struct kern_linear *p = j->p;
-    int64_t g = part / j->row_blocks, t = part % j->row_blocks * 16;
+    int64_t g = part / j->row_blocks, t = part % j->row_blocks * KERN_AMX_COLS;
     float *row = (float *)(j->scratch + j->stride * (size_t)thread);
-    for (int64_t end = t + 16 < j->n_rows ? t + 16 : j->n_rows; t < end; t++) {
+    int64_t end = t + KERN_AMX_COLS < j->n_rows ? t + KERN_AMX_COLS : j->n_rows;
+    for (; t < end; t++) {
         const void *x = kern_at(p->x, (j->t0 + t) * p->ld_x + g * p->K, p->x_dtype);
         kern_row_load(x, p->x_dtype, p->K, row);
         kern_row_aq(row, p->K, p->aq, 0);
@@ -118,8 +119,8 @@ static void tiles_part(void *arg, int64_t part, int thread)
     float *c = (float *)(scratch + j->c_at);
     int64_t g = part / j->parts, n0 = part % j->parts * j->part_rows;
     int64_t nb = p->N - n0 < j->part_rows ? p->N - n0 : j->part_rows;
-    KERN_ISA(kern_amx_times)
-    (&p->w, g * p->N + n0, nb, j->x + g * j->words, j->n_rows, c, j->part_rows, scratch);
+    const uint32_t *x = j->x + g * j->words;
+    KERN_ISA(kern_amx_times)(&p->w, g * p->N + n0, nb, x, j->n_rows, c, j->part_rows, scratch);
     for (int64_t t = 0; t < j->n_rows; t++)
         kern_row_store(kern_at_mut(p->y, (j->t0 + t) * p->ld_y + g * p->N + n0, p->y_dtype),
                        p->y_dtype, nb, c + t * j->part_rows);
@@ -128,8 +129,9 @@ static void tiles_part(void *arg, int64_t part, int thread)
 static int linear_tiles(struct kern_stream *s, const struct kern_linear *p)
 {
     struct tiles_job j = {.p = p};
-    int64_t fit = TILES_BYTES / kern_amx_x_words(1, p->K) / 4 & ~(int64_t)31;
-    int64_t block = fit < 32 ? 32 : fit > TILES_ROWS ? TILES_ROWS : fit;
+    const int64_t step = 2 * KERN_AMX_COLS; /* a panel meets so many rows of x at a time */
+    int64_t fit = TILES_BYTES / (4 * kern_amx_x_words(1, p->K)) / step * step;
+    int64_t block = fit < step ? step : fit > TILES_ROWS ? TILES_ROWS : fit;
     if (block > p->T) block = p->T;
     size_t row = (size_t)kern_pad16(p->K) * 4,
            times = kern_amx_scratch_bytes(p->K, block <= KERN_AMX_STREAM);
@@ -143,7 +145,7 @@ static int linear_tiles(struct kern_stream *s, const struct kern_linear *p)
     if (!j.x || !j.scratch) return TOW_ENOMEM;
     for (j.t0 = 0; j.t0 < p->T; j.t0 += block) {
         j.n_rows = p->T - j.t0 < block ? p->T - j.t0 : block;
-        j.row_blocks = (j.n_rows + 15) / 16;
+        j.row_blocks = (j.n_rows + KERN_AMX_COLS - 1) / KERN_AMX_COLS;
         kern_parallel(s, j.row_blocks * p->groups, tiles_pack, &j);
         kern_parallel(s, j.parts * p->groups, tiles_part, &j);
     }

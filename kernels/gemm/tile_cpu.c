@@ -29,6 +29,7 @@ V_INLINE void kern_tile_fixed(const float *const *a, int64_t k0, const float *b,
 #pragma GCC unroll 8
             for (int j = 0; j < nb; j++) mem[i * nb + j] = acc[i][j];
         } else if (nb == 4) {
+            /* cppcheck-suppress arrayIndexOutOfBounds ; acc is [na][nb], and nb is 4 here */
             v_sum4(c + i * ld_c, acc[i][0], acc[i][1], acc[i][2], acc[i][3]);
         } else {
 #pragma GCC unroll 8

@@ -18,8 +18,7 @@
 #include "common/base/err.h"
 
 enum {
-    BLOCK_ROWS =
-        1024, /* enough rows that an expert's weights are dequantized for several rows each */
+    BLOCK_ROWS = 1024, /* so that an expert's weights are dequantized for several rows each */
     PANEL_BYTES = 512 * 1024,
     PANEL_MAX = 32,
     C_ROWS = 48,
@@ -130,13 +129,15 @@ static void pack_part(void *arg, int64_t part, int thread)
     const struct job *j = arg;
     const struct group *g = &j->groups[part];
     (void)thread;
-    for (int32_t i = 0; i < g->n; i++) KERN_ISA(kern_amx_pack)
-    (&j->p->w1[g->expert], j->x + j->pairs[g->first + i].row * j->dl, j->packed + g->x_packed, i,
-     g->n);
+    for (int32_t i = 0; i < g->n; i++) {
+        const float *x = j->x + j->pairs[g->first + i].row * j->dl;
+        KERN_ISA(kern_amx_pack)(&j->p->w1[g->expert], x, j->packed + g->x_packed, i, g->n);
+    }
 }
 #endif
 
-/* All rows of the group times nb weight rows on the matrix unit; c has rows of ld_c. */
+/* All rows of the group times nb weight rows on the matrix unit; packed: where they begin in
+ * j->packed; c has rows of ld_c. */
 static void tiles_times(const struct job *j, const struct kern_weight *w, int64_t n0, int64_t nb,
                         int64_t packed, const struct group *g, float *c, int64_t ld_c,
                         uint8_t *scratch)
@@ -165,6 +166,15 @@ static void gate_rows(const struct job *j, const struct group *g, int64_t r, int
     }
 }
 
+static void up_tiles(const struct job *j, const struct group *g, int64_t n0, int64_t nb,
+                     uint8_t *scratch)
+{
+    float *c1 = (float *)(scratch + j->c_at), *c3 = c1 + (int64_t)j->most * j->up_rows;
+    tiles_times(j, &j->p->w1[g->expert], n0, nb, g->x_packed, g, c1, j->up_rows, scratch);
+    tiles_times(j, &j->p->w3[g->expert], n0, nb, g->x_packed, g, c3, j->up_rows, scratch);
+    gate_rows(j, g, 0, g->n, n0, nb, c1, c3, j->up_rows);
+}
+
 static void up_part(void *arg, int64_t part, int thread)
 {
     const struct job *j = arg;
@@ -173,17 +183,14 @@ static void up_part(void *arg, int64_t part, int thread)
     const struct kern_weight *m1 = &p->w1[g->expert], *m3 = &p->w3[g->expert];
     int64_t n0 = part % j->up_panels * j->up_rows;
     int64_t nb = p->I - n0 < j->up_rows ? p->I - n0 : j->up_rows;
-    float *w1 = (float *)(j->panel + j->stride * (size_t)thread);
+    uint8_t *scratch = j->panel + j->stride * (size_t)thread;
+    float *w1 = (float *)scratch;
     float *w3 = w1 + j->up_rows * j->dl, *q = w3 + j->up_rows * j->dl;
     bool small = is_small(j, g->n);
     const float *a[C_ROWS];
     float cg[C_ROWS * PANEL_MAX], cu[C_ROWS * PANEL_MAX];
     if (j->tiles) {
-        uint8_t *scratch = j->panel + j->stride * (size_t)thread;
-        float *c1 = (float *)(scratch + j->c_at), *c3 = c1 + (int64_t)j->most * j->up_rows;
-        tiles_times(j, m1, n0, nb, g->x_packed, g, c1, j->up_rows, scratch);
-        tiles_times(j, m3, n0, nb, g->x_packed, g, c3, j->up_rows, scratch);
-        gate_rows(j, g, 0, g->n, n0, nb, c1, c3, j->up_rows);
+        up_tiles(j, g, n0, nb, scratch);
         return;
     }
     if (!small) {
@@ -243,11 +250,20 @@ static void add_rows(const struct job *j, const struct group *g, int64_t r, int6
     }
 }
 
+static void down_tiles(const struct job *j, const struct group *g, int64_t n0, int64_t nb,
+                       uint8_t *scratch)
+{
+    float *c = (float *)(scratch + j->c_at);
+    tiles_times(j, &j->p->w2[g->expert], n0, nb, g->y_packed, g, c, j->down_rows, scratch);
+    add_rows(j, g, 0, g->n, n0, nb, c, j->down_rows);
+}
+
 static void down_part(void *arg, int64_t part, int thread)
 {
     const struct job *j = arg;
     const struct kern_moe *p = j->p;
-    float *w = (float *)(j->panel + j->stride * (size_t)thread);
+    uint8_t *scratch = j->panel + j->stride * (size_t)thread;
+    float *w = (float *)scratch;
     int64_t n0 = part * j->down_rows;
     int64_t nb = p->D - n0 < j->down_rows ? p->D - n0 : j->down_rows;
     const float *a[C_ROWS];
@@ -259,10 +275,7 @@ static void down_part(void *arg, int64_t part, int thread)
         const struct kern_weight *w2 = &p->w2[g->expert];
         bool small = is_small(j, g->n);
         if (j->tiles) {
-            uint8_t *scratch = (uint8_t *)w;
-            float *all = (float *)(scratch + j->c_at);
-            tiles_times(j, w2, n0, nb, g->y_packed, g, all, j->down_rows, scratch);
-            add_rows(j, g, 0, g->n, n0, nb, all, j->down_rows);
+            down_tiles(j, g, n0, nb, scratch);
             continue;
         }
         if (!small) kern_panel(w2, n0, nb, false, w, j->il);

@@ -4,8 +4,9 @@
  * Ceilings: bytes read per second from memory (large buffer, vectors added up) and float
  * multiply-adds per second (independent fma chains in registers). Shapes are those of a Flash-size
  * layer. Best of a few repetitions: on a shared machine the best is the least disturbed. Weights
- * are as large as the buffer (256 MiB), so that both come from memory and not from a cache. usage:
- * bench_kernels [threads] default: 1 and 2
+ * are as large as the buffer (256 MiB), so that both come from memory and not from a cache.
+ *
+ * usage: bench_kernels [threads]    default: 1 and 2
  */
 #include "kernels/cpu/team.h"
 #include "kernels/numeric.h"

@@ -6,8 +6,9 @@
  * large buffer, and independent fma chains in registers. Every op goes through a table that counts
  * its time, the bytes of its weights and the operations of its products. With one thread time is
  * that thread's processor time, so that other programs do not count; with more it is the clock's. A
- * figure is the best of its repetitions: the least disturbed one. usage: bench_model CHECKPOINT
- * [threads [prefill tokens]] default: all cores, 512
+ * figure is the best of its repetitions: the least disturbed one.
+ *
+ * usage: bench_model CHECKPOINT [threads [prefill tokens]]    default: all cores, 512
  */
 #include "common/base/err.h"
 #include "common/kv/table.h"
@@ -77,8 +78,7 @@ static const char *format_name(enum kern_wfmt f)
     return names[f];
 }
 
-/* What an op reads of weights and computes in products; ops not named here count their time only.
- */
+/* What an op reads of weights and computes in products; ops not named count their time only. */
 struct work {
     char name[48];
     double bytes, flops;
@@ -485,7 +485,7 @@ static int open_model(const char *dir, int32_t n_tokens, struct tow_err *err)
     uint8_t *tails = aligned_alloc(4096, tail);
     logits = malloc((size_t)model_peek_weights(m)->shape.V * sizeof *logits);
     probe = aligned_alloc(4096, PROBE_BYTES + 8192);
-    if (!pages || !tails || !logits || !probe) return tow_fail(err, TOW_ENOMEM, "no memory");
+    if (!pages || !tails || !logits || !probe) return tow_fail(err, TOW_ENOMEM, "out of memory");
     memset(pages, 0, (size_t)n * (size_t)lay->page_bytes);
     memset(tails, 0, tail);
     memset(probe, 1, PROBE_BYTES + 8192);

@@ -1,13 +1,18 @@
 /* Page moves against ucx_perftest over the same transport in the same run.
  *
- * What     Per transport and size, in MB/s and as medians of ROUNDS rounds in which the programs take turns:
- *            ucx_perftest  ucp_get, ucp_am_bw: from one place to one place, so that its bytes stay in the caches
+ * What     Per transport and size, in MB/s and as medians of ROUNDS rounds in which the programs
+ *          take turns:
+ *            ucx_perftest  ucp_get, ucp_am_bw: from one place to one place, so that its
+ *                          bytes stay in the caches
  *            link          the same through net_link: reads, or over TCP rendezvous messages
- *            pages         one sequence through two movers: offers, digests at both ends, an ACK per part
- *          The link and the pages are measured in one place as well, and walking through AREA bytes.
- * Ratios   The link moves what ucx_perftest moves. Pages also run an XXH3 digest over each byte on the thread
- *          that copied it, so one core can do no more than 1 / (1 / copy + 1 / digest): their second ratio is to
- *          that, with the digest's speed on bytes in the cache from the same run.
+ *            pages         one sequence through two movers: offers, digests at both ends, an ACK
+ *                          per part
+ *          The link and the pages are measured in one place as well, and walking through AREA
+ *          bytes.
+ * Ratios   The link moves what ucx_perftest moves. Pages also run an XXH3 digest over each byte on
+ *          the thread that copied it, so one core can do no more than 1 / (1 / copy + 1 / digest):
+ *          their second ratio is to that, with the digest's speed on bytes in the cache from the
+ *          same run.
  * Note     ucx_perftest comes with the package ucx-utils; without it its ratios are left out. */
 #include "common/base/clock.h"
 #include "common/base/err.h"
@@ -25,7 +30,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* WINDOW is the mover's: as many reads in flight. ucx_perftest sets itself no limit, which suits it best. */
+/* WINDOW is the mover's: as many reads in flight. ucx_perftest sets itself no limit, which suits it
+ * best. */
 enum {
     WINDOW = 8,
     ROUNDS = 5,
@@ -155,7 +161,7 @@ static unsigned moves_of(size_t bytes)
     return n > MOVES_MAX ? MOVES_MAX : (unsigned)n;
 }
 
-/* --- the link ------------------------------------------------------------------------------------- */
+/* --- the link --------------------------------------------------------------------------------- */
 
 static void send_bulks(struct end *e)
 {
@@ -193,7 +199,7 @@ static double move(struct end *e, bool read, bool walk)
     return (double)n * (double)e->bytes / (double)(us ? us : 1);
 }
 
-/* --- the movers ----------------------------------------------------------------------------------- */
+/* --- the movers ------------------------------------------------------------------------------- */
 
 static void on_wake(void *arg)
 {
@@ -281,7 +287,7 @@ static double ship(struct end *e, bool walk)
     return (double)n * (double)e->bytes / (double)(us ? us : 1);
 }
 
-/* --- both ends ------------------------------------------------------------------------------------ */
+/* --- both ends -------------------------------------------------------------------------------- */
 
 static void serve(struct end *e)
 {
@@ -405,7 +411,8 @@ int main(int argc, char **argv)
     int rc = 0;
     for (int i = 0; i < 2; i++) {
         if (argc > 1 && !strstr(rows[i].label, argv[1])) continue;
-        /* A process each: UCX reads its environment when a context is made, a mover has one page size. */
+        /* A process each: UCX reads its environment when a context is made, a mover has one page
+         * size. */
         for (size_t bytes = 64 << 10; bytes <= 16 << 20; bytes *= 4) {
             if (argc > 2 && bytes != (size_t)atol(argv[2]) << 10) continue;
             pid_t pid = fork();

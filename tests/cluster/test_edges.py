@@ -2,8 +2,10 @@
 """What happens at the edges of a running cluster: a paused router, mute connections, a drain limit of nothing."""
 import os
 import resource
+import signal
 import socket
 import subprocess
+import tempfile
 import time
 
 import harness
@@ -113,6 +115,31 @@ def test_too_little_shared_memory_is_explained(build):
         assert "fit into no shared memory: System V has room for 7813 KiB" in text and "/dev/shm has " in text, text
 
 
+def test_file_size_limit_is_an_error_and_no_signal(build):
+    """Shared memory and logs are files to the limit: what cannot be written is told, where the default is to be killed."""
+    at_limit = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
+    status, text = end_of(build, "decode", "--kv-pages", "64", "--threads", "1", "--join", "tcp://127.0.0.1:1", before=at_limit)
+    assert status == 1 and "File too large" in text, (status, text)
+    with tempfile.TemporaryFile() as log:
+        p = subprocess.Popen(at_limit + [os.path.join(harness.ROOT, build, "bin", "towpath-router"), "--model", harness.MODEL,
+                                         "--http", "127.0.0.1:0", "--control", "tcp://127.0.0.1:0", "--drain-timeout", "0"],
+                             stderr=log)
+        try:
+            # From then on the signal is a drain, which it logs.
+            harness.wait_for("it catches SIGTERM", lambda: catches(p.pid, signal.SIGTERM))
+            p.terminate()
+            assert p.wait(10) == 0
+        finally:
+            p.kill()
+            p.wait()
+
+
+def catches(pid, number):
+    with open("/proc/%d/status" % pid) as f:
+        mask = [line for line in f if line.startswith("SigCgt:")][0].split()[1]
+    return int(mask, 16) >> (number - 1) & 1 == 1
+
+
 def lines_of(build, program, *flags, before=()):
     """What it logs until it has started."""
     p = subprocess.Popen(list(before) + [os.path.join(harness.ROOT, build, "bin", "towpath-" + program), "--model", harness.MODEL] +
@@ -167,6 +194,7 @@ if __name__ == "__main__":
     harness.main([test_pause_of_the_router_is_nobodys_fault, test_mute_connections_do_not_keep_workers_out,
                   test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
-                  test_too_little_shared_memory_is_explained, test_start_says_nothing_of_ucx,
+                  test_too_little_shared_memory_is_explained, test_file_size_limit_is_an_error_and_no_signal,
+                  test_start_says_nothing_of_ucx,
                   test_one_router_joined_by_two_names_is_joined_once,
                   test_router_that_cannot_be_reached_is_named_once], __doc__)

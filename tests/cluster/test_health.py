@@ -189,7 +189,7 @@ def test_failed_device(build):
 
 def test_transport_down(build):
     """OP-01 (4): the link dies under two healthy processes and cannot be made again: not ready, requests are told so; then it heals."""
-    with Cluster(build, router=["--queue-timeout", "2"]) as c:
+    with Cluster(build, router=["--queue-timeout", str(int(2 * harness.SLACK))]) as c:
         d = c.decodes[0]
         d.restart("--fault", "link.ping=1+:fail,send.XPONG=1+:fail,send.XREADY=2+:fail")
         wait_for("the link was proved and is down", lambda: "prefill p1 down" in d.log() or "decode d1 down" in

@@ -12,7 +12,7 @@ import harness
 from harness import Cluster, Job, filler, smoke, wait_for
 
 OPTIONS = {"all": 0, "rounds": 3}
-LEASE = ["--lease", "3000"]
+LEASE = ["--lease", str(int(3000 * harness.SLACK))]
 
 # A worker kills itself at the Nth pass of a protocol step. The first passes belong to joining, proof and warm-up.
 STEPS = [("decode", "take.RESERVE", 3), ("decode", "send.GRANT", 3), ("decode", "send.TOKENS", 9),
@@ -217,7 +217,7 @@ def test_killed_at_random(build):
 
 def test_all_of_a_kind_killed(build):
     """No worker is left: /ready turns 503 at once, streams wait or end with one error, and go on when one comes back in time."""
-    with Cluster(build, router=LEASE + ["--queue-timeout", "8"], workers=LEASE) as c:
+    with Cluster(build, router=LEASE + ["--queue-timeout", str(int(8 * harness.SLACK))], workers=LEASE) as c:
         want = references(c)
         kinds = [[c.decodes[0]], [c.prefills[0], c.decodes[0]], [c.prefills[0]]]
         for victims in kinds if OPTIONS["all"] else kinds[:2]:
@@ -288,6 +288,7 @@ def test_replaced_at_the_same_name(build):
             jobs = [Job(finish, s) for s in streams]
             wait_for("some tokens", lambda: n_events(streams) >= 60, 60, 0.002)
             c.decodes[i % 2].restart()
+            c.router.wait_log(c.decodes[i % 2].name + " is lost: ")
             for j in jobs:
                 j.result(90)
             judge(streams, want, True)
@@ -347,8 +348,8 @@ def test_router_drains(build):
             status, headers, data = c.request("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]})
             assert status == 503 and 1 <= int(headers["retry-after"]) <= 600, (status, headers)
             assert c.request("GET", "/ready")[0] == 503
-        except ConnectionRefusedError:
-            assert not any(j.is_alive() for j in jobs), "the door is shut before the streams are done"
+        except ConnectionError:  # it has gone, and a reader may still be at its last bytes
+            wait_for("the door is shut once the streams are done", lambda: not any(j.is_alive() for j in jobs), 1)
         for j in jobs:
             j.result(90)
         judge(streams, want, True)

@@ -38,7 +38,7 @@ class Client:
         if cls.cluster is None:
             cls.cluster = Cluster(build)
             cls.api = openai.OpenAI(base_url="http://127.0.0.1:%d/v1" % cls.cluster.port, api_key="none", max_retries=0,
-                                    timeout=120)
+                                    timeout=120 * harness.SLACK)
         return cls.api
 
 

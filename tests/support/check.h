@@ -1,4 +1,4 @@
-/* tests/support/check.h - cmocka with the headers it needs before it. */
+/* tests/support/check.h - cmocka with the headers it needs before it, and limits that stretch. */
 #ifndef TESTS_SUPPORT_CHECK_H
 #define TESTS_SUPPORT_CHECK_H
 
@@ -8,5 +8,16 @@
 #include <stdint.h>
 /* cmocka.h needs the four above first. */
 #include <cmocka.h>
+#include <stdlib.h>
+
+/* Every limit that guards against hanging, and every lease or heartbeat that must not run out by
+ * itself, goes through this: TOW_TEST_SLACK stretches them on a slow or busy machine, as in
+ * tests/cluster/harness.py. */
+static inline uint32_t test_limit_ms(uint32_t ms)
+{
+    const char *s = getenv("TOW_TEST_SLACK");
+    double slack = s ? atof(s) : 1;
+    return slack > 1 && slack <= 1000 ? (uint32_t)(ms * slack) : ms;
+}
 
 #endif

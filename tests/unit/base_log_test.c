@@ -29,7 +29,7 @@ static void lines_lost(enum tow_log_format format, const char *says)
     assert_int_equal(pipe(ends), 0);
     dup2(ends[1], STDERR_FILENO);
     close(ends[1]);
-    alarm(20);
+    alarm(test_limit_ms(60000) / 1000);
     tow_log_init("test", TOW_LOG_INFO, format);
     fcntl(STDERR_FILENO, F_SETFL, O_NONBLOCK);
     while (write(STDERR_FILENO, "x", 1) == 1 || errno == EINTR) {

@@ -321,14 +321,14 @@ static void *serve(void *arg)
     return NULL;
 }
 
-static void stub_listen(struct stub *s)
+/* A port of its own; until listen() it refuses. */
+static void stub_bind(struct stub *s)
 {
     struct sockaddr_in a = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
     socklen_t len = sizeof a;
     memset(s, 0, sizeof *s);
     s->fd = socket(AF_INET, SOCK_STREAM, 0);
     assert_int_equal(bind(s->fd, (struct sockaddr *)&a, sizeof a), 0);
-    assert_int_equal(listen(s->fd, 1), 0);
     assert_int_equal(getsockname(s->fd, (struct sockaddr *)&a, &len), 0);
     s->port = ntohs(a.sin_port);
 }
@@ -338,12 +338,13 @@ static int call(struct stub *s, const char *answer, const struct tow_buf *body, 
 {
     char url[64];
     struct ctl_server server;
-    stub_listen(s);
+    stub_bind(s);
+    assert_int_equal(listen(s->fd, 1), 0);
     s->answer = answer;
     snprintf(url, sizeof url, "http://127.0.0.1:%u/p", s->port);
     assert_int_equal(ctl_server_parse(&server, url, err), 0);
     server.key = key;
-    server.timeout_ms = answer ? 20000 : 60;
+    server.timeout_ms = answer ? test_limit_ms(60000) : 60;
     assert_int_equal(pthread_create(&s->thread, NULL, serve, s), 0);
     int rc = ctl_http_call(&server, body ? "POST" : "GET", "/x", body, on_body, ctx, reply, err);
     pthread_join(s->thread, NULL);
@@ -416,15 +417,15 @@ static void failures_name_the_server(void **state)
     char url[64];
     struct ctl_server server;
 
-    stub_listen(&s); /* a port that was free a moment ago */
-    close(s.fd);
+    stub_bind(&s);
     snprintf(url, sizeof url, "http://127.0.0.1:%u", s.port);
     assert_int_equal(ctl_server_parse(&server, url, &err), 0);
-    server.timeout_ms = 20000;
+    server.timeout_ms = test_limit_ms(60000);
     assert_int_equal(ctl_http_call(&server, "GET", "/", NULL, NULL, NULL, &reply, &err), TOW_EPEER);
     assert_non_null(strstr(err.msg, "refused"));
     assert_int_equal(strncmp(err.msg, url, strlen(url)), 0);
     ctl_reply_fini(&reply);
+    close(s.fd);
 
     assert_int_equal(call(&s, NULL, NULL, NULL, NULL, NULL, &reply, &err), TOW_ETIME);
     assert_non_null(strstr(err.msg, "--timeout"));

@@ -14,7 +14,8 @@
 #include <string.h>
 #include <time.h>
 
-enum { PAGE = 200 * 1024, TAIL = 70 * 1024, PAGES = 24, TAILS = 4, HEARTBEAT_MS = 200 };
+enum { PAGE = 200 * 1024, TAIL = 70 * 1024, PAGES = 24, TAILS = 4, HEARTBEAT_MS = 500 };
+enum { LEASE_MS = 30000, SHORT_LEASE_MS = 2000, EVENT_MS = 60000 };
 
 struct side {
     struct kv_mover *m;
@@ -24,6 +25,7 @@ struct side {
     struct kv_mover_event ev;
     uint8_t note[KV_MOVER_NOTE_MAX];
     unsigned parts, ended;
+    uint32_t lease_ms; /* of the next tickets; 0: the default */
 };
 
 static void on_wake(void *arg)
@@ -47,8 +49,8 @@ static void side_open(struct side *s, const char *name, uint64_t incarnation, ui
                                 .area_bytes = {(size_t)PAGES * PAGE, (size_t)TAILS * TAIL},
                                 .page_bytes = PAGE,
                                 .tail_bytes = TAIL,
-                                .heartbeat_ms = HEARTBEAT_MS,
-                                .lease_ms = 2000,
+                                .heartbeat_ms = test_limit_ms(HEARTBEAT_MS),
+                                .lease_ms = test_limit_ms(LEASE_MS),
                                 .max_tickets = 8,
                                 .wake = on_wake,
                                 .wake_arg = s};
@@ -63,10 +65,10 @@ static void side_close(struct side *s)
     sem_destroy(&s->wakes);
 }
 
-/* The next event; a watchdog of 15 s. */
+/* The next event. */
 static void next_event(struct side *s)
 {
-    uint64_t until = tow_wall_s() + 15;
+    uint64_t until = tow_wall_s() + test_limit_ms(EVENT_MS) / 1000;
     while (!kv_mover_event(s->m, &s->ev)) {
         struct timespec ts = {.tv_sec = (time_t)until};
         if (sem_timedwait(&s->wakes, &ts) < 0) fail_msg("no event came");
@@ -129,14 +131,19 @@ static void expect(struct side *d, struct kv_ticket t, uint32_t n, uint64_t cook
                           .page_offsets = offsets,
                           .n_pages = n,
                           .tail_offset = TAIL,
+                          .lease_ms = d->lease_ms,
                           .cookie = cookie};
     assert_int_equal(kv_mover_expect(d->m, &e), 0);
 }
 
 static void begin(struct side *p, struct kv_ticket t, uint32_t n, uint64_t cookie)
 {
-    struct kv_send s = {
-        .ticket = t, .peer = "d0", .incarnation = 22, .n_pages = n, .cookie = cookie};
+    struct kv_send s = {.ticket = t,
+                        .peer = "d0",
+                        .incarnation = 22,
+                        .n_pages = n,
+                        .lease_ms = p->lease_ms,
+                        .cookie = cookie};
     assert_int_equal(kv_mover_send(p->m, &s), 0);
 }
 
@@ -300,6 +307,7 @@ static void test_kv_mover__leases_end_on_time_alone(void **state)
     struct side p, d;
     pair_open(&p, &d);
     struct kv_ticket t = {tow_random_u64(), 1}, u = {tow_random_u64(), 2};
+    p.lease_ms = d.lease_ms = SHORT_LEASE_MS;
     begin(&p, t, 1, 1);
     expect(&d, u, 1, 2);
     uint64_t from = tow_now_ms();
@@ -307,7 +315,7 @@ static void test_kv_mover__leases_end_on_time_alone(void **state)
     assert_int_equal(p.ev.code, TOW_ETIME);
     wait_for(&d, KV_MOVER_ENDED);
     assert_int_equal(d.ev.code, TOW_ETIME);
-    assert_true(tow_now_ms() - from >= 1900);
+    assert_true(tow_now_ms() - from >= SHORT_LEASE_MS - 100);
     pair_close(&p, &d);
 }
 
@@ -317,7 +325,8 @@ static void refused_by(struct side *d, uint64_t secret, const struct kv_fact *f,
     struct side p;
     side_open(&p, "p1", 33, secret, f);
     join(&p, d, name, incarnation);
-    wait_for(&p, KV_MOVER_PEER_DOWN);
+    do wait_for(&p, KV_MOVER_PEER_DOWN); /* a greeting that came late is tried again */
+    while (refused && !p.ev.refused);
     assert_int_equal(p.ev.refused, refused);
     if (!strstr(p.ev.text, text)) fail_msg("%s lacks %s", p.ev.text, text);
     side_close(&p);
@@ -379,7 +388,7 @@ static void test_kv_mover__failing_places_end_the_ticket_and_nothing_else(void *
         assert_int_equal(p.ev.code, TOW_EPEER);
         wait_for(&d, KV_MOVER_ENDED);
         assert_int_equal(d.ev.code, TOW_EPEER);
-        assert_true(tow_now_ms() - from < 1000);
+        assert_true(tow_now_ms() - from < test_limit_ms(LEASE_MS) / 2); /* not by its lease */
         tow_fault_reset();
         struct kv_ticket u = {tow_random_u64(), 1};
         expect(&d, u, 0, 1);
@@ -399,13 +408,18 @@ static void test_kv_mover__idle_links_cost_next_to_nothing(void **state)
     struct timespec from, to;
     pair_open(&p, &d);
     struct kv_ticket t = {tow_random_u64(), 1};
+    p.lease_ms = SHORT_LEASE_MS;
+    uint64_t from_ms = tow_now_ms();
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &from);
     begin(&p, t, 1, 1); /* nothing happens until its lease ends, in two seconds */
     wait_for(&p, KV_MOVER_ENDED);
     assert_int_equal(p.ev.code, TOW_ETIME);
     clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &to);
     double s = (double)(to.tv_sec - from.tv_sec) + (double)(to.tv_nsec - from.tv_nsec) * 1e-9;
-    if (s > 0.2) fail_msg("two idle movers took %.3f s of processor time in two seconds", s);
+    double passed = (double)(tow_now_ms() - from_ms) / 1000;
+    /* One that polls takes all of it. */
+    if (s > passed / 4)
+        fail_msg("two idle movers took %.3f s of processor time in %.3f s", s, passed);
     pair_close(&p, &d);
 }
 

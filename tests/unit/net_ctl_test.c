@@ -65,10 +65,10 @@ static void on_retry(void *arg, const char *url, const char *why, uint64_t retry
 
 static const struct net_ctl_hooks hooks = {on_open, on_frame, on_close, on_retry};
 
-/* Turns the loop until *what reaches n; a watchdog of 10 s ends a test that hangs. */
+/* Turns the loop until *what reaches n; a watchdog ends a test that hangs. */
 static void turn_until(struct net_loop *loop, const unsigned *what, unsigned n)
 {
-    uint64_t until = tow_now_ms() + 10000;
+    uint64_t until = tow_now_ms() + test_limit_ms(60000);
     while (*what < n && tow_now_ms() < until) net_loop_turn(loop, 1);
     assert_true(*what >= n);
 }
@@ -267,7 +267,7 @@ static void test_net_ctl__unknown_type_is_skipped_and_answered(void **state)
     assert_int_equal(write(fd, bytes, sizeof bytes), (ssize_t)sizeof bytes);
     turn_until(p.loop, &p.s.frames, 1);
     assert_int_equal(p.s.type, WIRE_BYE_MSG);
-    uint64_t until = tow_now_ms() + 5000;
+    uint64_t until = tow_now_ms() + test_limit_ms(60000);
     ssize_t n = 0;
     while (n <= 0 && tow_now_ms() < until) {
         net_loop_turn(p.loop, 0);
@@ -365,7 +365,7 @@ static void test_net_ctl__server_closes_what_is_above_its_limit(void **state)
     struct pair p;
     pair_open(&p, "tcp://127.0.0.1:0", &cfg);
     int fd = raw_connect(p.server);
-    uint64_t until = tow_now_ms() + 5000;
+    uint64_t until = tow_now_ms() + test_limit_ms(60000);
     char byte;
     ssize_t n = -1;
     while (n != 0 && tow_now_ms() < until) {

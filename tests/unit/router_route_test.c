@@ -509,8 +509,8 @@ static void test_route__short_prompts_never_wait_for_long_ones_and_starve_none(v
         run_through(&w, reserved(&w));
         assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
     }
-    uint32_t n =
-        0; /* at once: as many as their eighth holds (12 pages of 100), then they wait too */
+    /* At once: as many as their eighth holds (12 pages of 100), then they wait too. */
+    uint32_t n = 0;
     for (;; n++) {
         assert_in_range(n, 0, 7);
         assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);

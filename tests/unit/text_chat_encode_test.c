@@ -198,25 +198,26 @@ static void test_chat_encode__errors_name_the_field(void **state)
     static const char *const cases[][2] = {
         {"{}", "messages: must be an array, is an object"},
         {"[5]", "messages[0]: must be an object, is a number"},
-        {"[{}]", "messages[0]: role: is required but missing"},
-        {"[{\"role\":7}]", "messages[0]: role: must be a string, is 7"},
+        {"[{}]", "messages[0].role: is required but missing"},
+        {"[{\"role\":7}]", "messages[0].role: must be a string, is 7"},
         {"[{\"role\":\"user\",\"content\":5}]",
          "messages[0].content: must be a string or a list of content parts, is a number"},
         {"[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"image_"
          "url\"}]}]",
-         "messages[0].content[1]: type: \"image_url\" is not supported, only \"text\""},
+         "messages[0].content[1].type: \"image_url\" is not supported, only \"text\""},
         {"[{\"role\":\"user\",\"content\":[\"a\"]}]", "messages[0].content[0]: must be an object"},
         {"[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\"}}]}]",
-         "messages[0]: tool_calls[0]: function: arguments: is required but missing"},
+         "messages[0].tool_calls[0].function.arguments: is required but missing"},
         {"[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{}}}"
          "]}]",
-         "arguments: must be a string, is an object"},
+         "messages[0].tool_calls[0].function.arguments: must be a string, is an object"},
         {"[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":\"["
          "1]\"}}]}]",
-         "must be a JSON object in a string, is an array"},
+         "messages[0].tool_calls[0].function.arguments: must be a JSON object in a string, is an "
+         "array"},
         {"[{\"role\":\"system\",\"tools\":[{\"type\":\"function\"}]}]",
-         "messages[0]: tools[0]: function: is required but missing"},
-        {"[{\"role\":\"user\",\"task\":\"nope\"}]", "messages[0]: task: must be action"},
+         "messages[0].tools[0].function: is required but missing"},
+        {"[{\"role\":\"user\",\"task\":\"nope\"}]", "messages[0].task: must be action"},
     };
     const struct text_chat_options o = {0};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
