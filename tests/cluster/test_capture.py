@@ -53,8 +53,7 @@ def check(c, topk=64, shadow=(), lists=True):
 def test_ranks_agree_with_selection(build):
     all_keys = ["bf16", "fp8", "fp4"]
     # chunks of 256 tokens: the prompt comes in several
-    with Cluster(build, router=["--index-capture"], workers=["--index-keys", "fp8"],
-                 prefill_args=["--chunk-tokens", "256"]) as c:
+    with Cluster(build, router=["--index-capture"], prefill_args=["--chunk-tokens", "256"]) as c:
         plain, none = ask(c, 60, None)
         assert none is None and "towpath" not in plain
         whole, first = ask(c, 60, {"spans": {"text": SECRET}, "steps": "all", "shadow": all_keys, "lists": True,
