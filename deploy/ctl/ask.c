@@ -4,7 +4,6 @@
 #include "common/base/err.h"
 #include "common/text/json.h"
 
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -21,6 +20,15 @@ void ctl_put_user(struct tow_buf *out, const char *text, size_t n)
     tow_buf_puts(out, "[{\"role\": \"user\", \"content\": ");
     json_put_string(out, text, n);
     tow_buf_puts(out, "}]");
+}
+
+void ctl_copy_text(char *to, size_t cap, const char *text)
+{
+    size_t n = strlen(text);
+    if (n >= cap)
+        for (n = cap - 1; n > 0 && ((unsigned char)text[n] & 0xc0) == 0x80;) n--;
+    memcpy(to, text, n);
+    to[n] = 0;
 }
 
 void ctl_answer_init(struct ctl_answer *a)
@@ -181,7 +189,7 @@ int ctl_answer_parse(struct ctl_answer *a, const struct json *root, const char *
     if (content) tow_buf_put(&a->content, content, n);
     const struct json *calls = json_find(message, "tool_calls");
     if (json_type(calls) == JSON_ARRAY && json_first(calls)) json_dump(&a->calls, calls);
-    snprintf(a->finish, sizeof a->finish, "%s", finish ? finish : "?");
+    ctl_copy_text(a->finish, sizeof a->finish, finish ? finish : "?");
     json_int(json_find(usage, "prompt_tokens"), &a->prompt_tokens);
     json_int(json_find(usage, "completion_tokens"), &a->tokens);
     if (tow_buf_failed(&a->content) || tow_buf_failed(&a->calls))

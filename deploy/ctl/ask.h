@@ -68,6 +68,8 @@ int ctl_ask(const struct ctl_client *c, const struct ctl_ask *q, struct ctl_answ
 int ctl_ask_count(const struct ctl_client *c, const char *model, const char *messages,
                   int64_t *tokens, int64_t *max_len, struct tow_err *err);
 
+/* A copy that is cut, where it must be, between characters. */
+void ctl_copy_text(char *to, size_t cap, const char *text);
 /* [{"role": "user", "content": text}] */
 void ctl_put_user(struct tow_buf *out, const char *text, size_t n);
 

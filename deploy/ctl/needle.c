@@ -330,9 +330,9 @@ static int run_cell(struct sweep *s, const struct ctl_cell *c, struct ctl_record
                                    .prompt_tokens = a.prompt_tokens,
                                    .seconds = (double)(tow_now_us() - from) / 1e6,
                                    .ranks = a.ranks};
-        snprintf(rec->finish, sizeof rec->finish, "%s", a.finish);
-        snprintf(rec->expect, sizeof rec->expect, "%s", hay.value);
-        snprintf(rec->answer, sizeof rec->answer, "%s", a.content.data ? a.content.data : "");
+        ctl_copy_text(rec->finish, sizeof rec->finish, a.finish);
+        ctl_copy_text(rec->expect, sizeof rec->expect, hay.value);
+        ctl_copy_text(rec->answer, sizeof rec->answer, a.content.data ? a.content.data : "");
     } else {
         struct tow_buf name;
         tow_buf_init(&name, 0);

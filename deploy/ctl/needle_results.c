@@ -7,7 +7,6 @@
 
 #include <errno.h>
 #include <fcntl.h>
-#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
@@ -54,7 +53,7 @@ static int get_text(const struct json *o, const char *key, char *to, size_t cap,
 {
     const char *s;
     int rc = json_get_string(o, key, "", &s, NULL, err);
-    if (rc == 0) snprintf(to, cap, "%s", s);
+    if (rc == 0) ctl_copy_text(to, cap, s);
     return rc;
 }
 

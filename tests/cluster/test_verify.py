@@ -24,9 +24,7 @@ def ctl(build, *args, timeout=120):
 
 
 def test_verify_and_sweep_a_cluster(build):
-    """--kv-dtype bf16: pages then have room for index keys of the other types."""
-    with Cluster(build, router=["--index-capture"], workers=["--kv-dtype", "bf16"]) as c, \
-            tempfile.TemporaryDirectory() as d:
+    with Cluster(build, router=["--index-capture"]) as c, tempfile.TemporaryDirectory() as d:
         url = ["--url", "http://127.0.0.1:%d" % c.port]
         r = ctl(build, "verify", *url, "--capture", "--shadow", "bf16,fp8", "--json")
         assert r.returncode == 0, r
@@ -69,7 +67,7 @@ def test_verify_and_sweep_a_cluster(build):
 
         # one cell alone: the same prompt in the cluster and in one process, and the same result
         served = ctl(build, "needle", *url, "--cell", "1024,60,logs,0,own,8", "--json")
-        alone = ctl(build, "needle", "--in-process", "--model", MODEL, "--kv-dtype", "bf16", "--cell", "1024,60,logs,0,fp4,8", "--json")
+        alone = ctl(build, "needle", "--in-process", "--model", MODEL, "--cell", "1024,60,logs,0,fp4,8", "--json")
         assert served.returncode == alone.returncode in (0, 1), (served, alone)
         served, alone = json.loads(served.stdout), json.loads(alone.stdout)
         assert served["prompt"] == alone["prompt"] and served["prompt"].count(served["result"]["expected"]) == 1

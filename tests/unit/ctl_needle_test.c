@@ -185,6 +185,20 @@ static void test_ctl_needle_results__record_reads_back(void **state)
         }
 }
 
+static void test_ctl_needle_results__long_answer_is_cut_between_characters(void **state)
+{
+    (void)state;
+    char to[8];
+    ctl_copy_text(to, sizeof to, "1234567");
+    assert_string_equal(to, "1234567");
+    ctl_copy_text(to, sizeof to, "123456é");
+    assert_string_equal(to, "123456");
+    ctl_copy_text(to, sizeof to, "12345éx");
+    assert_string_equal(to, "12345é");
+    ctl_copy_text(to, sizeof to, "1234é世");
+    assert_string_equal(to, "1234é");
+}
+
 static void test_ctl_needle_results__what_is_no_record_is_refused(void **state)
 {
     (void)state;
@@ -614,6 +628,7 @@ int main(void)
         cmocka_unit_test(test_ctl_needle__grid_has_each_cell_once_and_prints_as_it_parses),
         cmocka_unit_test(test_ctl_needle__seed_is_of_the_text_only),
         cmocka_unit_test(test_ctl_needle_results__record_reads_back),
+        cmocka_unit_test(test_ctl_needle_results__long_answer_is_cut_between_characters),
         cmocka_unit_test(test_ctl_needle_results__what_is_no_record_is_refused),
         cmocka_unit_test_setup_teardown(test_ctl_needle_results__resume_goes_on_after_a_cut_line,
                                         make_folder, remove_folder),
