@@ -325,6 +325,7 @@ static void on_move(void *self, const struct kv_mover_event *m)
     case KV_MOVER_PEER_DOWN: tell_pair(p, m, false); return;
     case KV_MOVER_PART: ev.kind = PRE_ON_PART; break;
     case KV_MOVER_ENDED: ev.kind = PRE_ON_ENDED; break;
+    case KV_MOVER_RELINKED: return; /* not for the roles */
     }
     feed(p, &ev);
 }
