@@ -286,9 +286,15 @@ static void tell_pair(struct server *p, const struct kv_mover_event *ev, bool up
                    .mb_per_s = (uint32_t)ev->mb_per_s,
                    .latency_us = (uint32_t)ev->us,
                    .note = wire_text(up ? "" : ev->text)}};
-    for (int i = 0; i < p->n_pairs; i++)
-        if (!strcmp(p->pairs[i].name, ev->peer) && p->pairs[i].incarnation == ev->incarnation)
-            work_send(p->w, p->pairs[i].owner, &m);
+    struct wire_msg silent = {
+        .type = WIRE_UNANSWERED_MSG,
+        .unanswered = {.name = wire_text(ev->peer), .incarnation = ev->incarnation}};
+    for (int i = 0; i < p->n_pairs; i++) {
+        if (strcmp(p->pairs[i].name, ev->peer) || p->pairs[i].incarnation != ev->incarnation)
+            continue;
+        work_send(p->w, p->pairs[i].owner, &m);
+        if (!up && ev->code == TOW_ETIME) work_send(p->w, p->pairs[i].owner, &silent);
+    }
 }
 
 /* ------------------------------------------------------------------ hooks */
