@@ -244,6 +244,7 @@ static void on_move(void *self, const struct kv_mover_event *m)
             }
         }
         break;
+    case KV_MOVER_RELINKED: return; /* not for the roles */
     }
     feed(d, &ev);
 }

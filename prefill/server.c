@@ -288,9 +288,15 @@ static void tell_pair(struct server *p, const struct kv_mover_event *ev, bool up
                    .mb_per_s = (uint32_t)ev->mb_per_s,
                    .latency_us = (uint32_t)ev->us,
                    .note = wire_text(up ? "" : ev->text)}};
-    for (int i = 0; i < p->n_pairs; i++)
-        if (!strcmp(p->pairs[i].name, ev->peer) && p->pairs[i].incarnation == ev->incarnation)
-            work_send(p->w, p->pairs[i].owner, &m);
+    struct wire_msg silent = {
+        .type = WIRE_UNANSWERED_MSG,
+        .unanswered = {.name = wire_text(ev->peer), .incarnation = ev->incarnation}};
+    for (int i = 0; i < p->n_pairs; i++) {
+        if (strcmp(p->pairs[i].name, ev->peer) || p->pairs[i].incarnation != ev->incarnation)
+            continue;
+        work_send(p->w, p->pairs[i].owner, &m);
+        if (!up && ev->code == TOW_ETIME) work_send(p->w, p->pairs[i].owner, &silent);
+    }
 }
 
 /* ------------------------------------------------------------------ hooks */
@@ -327,6 +333,7 @@ static void on_move(void *self, const struct kv_mover_event *m)
     case KV_MOVER_PEER_DOWN: tell_pair(p, m, false); return;
     case KV_MOVER_PART: ev.kind = PRE_ON_PART; break;
     case KV_MOVER_ENDED: ev.kind = PRE_ON_ENDED; break;
+    case KV_MOVER_RELINKED: return; /* not for the roles */
     }
     feed(p, &ev);
 }

@@ -54,7 +54,7 @@ struct rtr_cluster {
     float logprobs[WIRE_MAX_BATCH];
     struct rtr_logprob *top; /* owned [WIRE_MAX_BATCH * RTR_MAX_TOP] */
     struct tow_gauge *g[8];
-    struct tow_counter *c[10];
+    struct tow_counter *c[11];
 };
 
 /* Time without our own pauses (SIGSTOP, a suspended machine): what came meanwhile lies unread, and
@@ -424,10 +424,11 @@ static void collect(void *arg)
     const double gauges[] = {
         s.queued,  s.reserving, s.prefilling, s.streaming, (double)s.waiting_tokens,
         s.tickets, prefills,    decodes};
-    const uint64_t counts[] = {s.started,  s.finished, s.failed,      s.cancelled, s.refused,
-                               s.attempts, s.retries,  s.pushed_back, s.denied,    s.output_tokens};
+    const uint64_t counts[] = {s.started, s.finished,      s.failed,  s.cancelled,
+                               s.refused, s.attempts,      s.retries, s.pushed_back,
+                               s.denied,  s.output_tokens, s.relinks};
     for (int i = 0; i < 8; i++) tow_gauge_set(c->g[i], gauges[i]);
-    for (int i = 0; i < 10; i++) tow_counter_follow(c->c[i], counts[i]);
+    for (int i = 0; i < 11; i++) tow_counter_follow(c->c[i], counts[i]);
 }
 
 static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)
@@ -443,7 +444,8 @@ static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)
         {"retries_total", "attempts after a failure"},
         {"pushed_back_total", "attempts that gave way for pages"},
         {"denied_total", "reservations or prefills denied by a worker"},
-        {"output_tokens_total", "tokens sent on to clients"}};
+        {"output_tokens_total", "tokens sent on to clients"},
+        {"relinks_asked_total", "workers told to make their data link anew"}};
     for (int i = 0; i < 4; i++) {
         const char *labels[] = {"state", states[i], NULL};
         c->g[i] = tow_gauge(m, "runs", "choices under way, by state", labels);
@@ -454,7 +456,7 @@ static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)
                                                                         "role", "decode", NULL};
     c->g[6] = tow_gauge(m, "workers", "workers joined", prefill);
     c->g[7] = tow_gauge(m, "workers", "workers joined", decode);
-    for (int i = 0; i < 10; i++) c->c[i] = tow_counter(m, counters[i][0], counters[i][1], NULL);
+    for (int i = 0; i < 11; i++) c->c[i] = tow_counter(m, counters[i][0], counters[i][1], NULL);
     tow_metrics_on_print(m, collect, c);
 }
 

@@ -211,6 +211,8 @@ int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *j, uint64_
         w->pause_ms = old.pause_ms;
         w->reopen_ms = old.reopen_ms;
         w->total_failures = old.total_failures;
+        w->relinks = old.relinks;
+        w->relinked_ms = old.relinked_ms;
     }
     w->facts = facts;
     w->facts_bytes = m->facts.len;
@@ -319,10 +321,42 @@ void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t deco
     g->proof[prefill][decode] = m->ok ? RTR_PROVED : RTR_REFUTED;
     l->transport[0] = 0;
     if (!m->ok) return;
+    l->unanswered = 0;
     wire_text_copy(m->transport, l->transport, sizeof l->transport);
     l->by_am = m->method == WIRE_METHOD_AM;
     l->mb_per_s = m->mb_per_s;
     l->latency_us = m->latency_us;
+}
+
+static bool may_relink(const struct rtr_registry *g, uint32_t slot, uint32_t unanswered,
+                       uint64_t now_ms)
+{
+    const struct rtr_worker *w = &g->workers[slot];
+    if (w->state == RTR_GONE || w->state == RTR_SUSPECT || w->draining) return false;
+    if (w->relinks && now_ms < w->relinked_ms + RTR_RELINK_MS) return false;
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++)
+        if (g->proof[slot][i] == RTR_PROVED || g->proof[i][slot] == RTR_PROVED) return false;
+    return w->beat.running == 0 || unanswered >= RTR_UNANSWERED_BUSY;
+}
+
+uint32_t rtr_registry_unanswered(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                                 uint64_t now_ms)
+{
+    struct rtr_link *l = &g->links[prefill][decode];
+    if (++l->unanswered < RTR_UNANSWERED) return RTR_NO_WORKER;
+    uint32_t pick = RTR_NO_WORKER;
+    if (may_relink(g, decode, l->unanswered, now_ms)) pick = decode;
+    if (may_relink(g, prefill, l->unanswered, now_ms) &&
+        (pick == RTR_NO_WORKER ||
+         (g->workers[decode].relinks &&
+          g->workers[prefill].relinked_ms < g->workers[decode].relinked_ms)))
+        pick = prefill;
+    if (pick == RTR_NO_WORKER) return pick;
+    g->workers[pick].relinks++;
+    g->workers[pick].relinked_ms = now_ms;
+    for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++)
+        g->links[pick][i].unanswered = g->links[i][pick].unanswered = 0;
+    return pick;
 }
 
 void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot)

@@ -21,6 +21,11 @@
  * no failure. Pages that do not arrive may be either side's fault, so they count against the link
  * between the two, by the same rule: a decode worker that cannot fetch does not take its healthy
  * prefill workers down with it.
+ *
+ * A worker may stop hearing its peers for ever while it lives (net/link.c, Stuck). It shows as
+ * greetings without answer, two in a row on one link, at a worker that has no proved link at all;
+ * that one has to make its link anew. When both ends are such, decode is first, and the next two
+ * greetings without answer name the other.
  */
 #ifndef RTR_REGISTRY_H
 #define RTR_REGISTRY_H
@@ -33,6 +38,11 @@
 #define RTR_MAX_WORKERS 64
 #define RTR_TRIP        3
 #define RTR_NO_WORKER   UINT32_MAX
+/* Greetings in a row without answer until one end has to relink, and until it has to although it
+ * still works on something; the least time between two times at one worker. */
+#define RTR_UNANSWERED      2
+#define RTR_UNANSWERED_BUSY 6
+#define RTR_RELINK_MS       30000u
 
 struct tow_err;
 
@@ -76,6 +86,8 @@ struct rtr_worker {
     uint64_t reopen_ms; /* OPEN: when to probe */
     uint32_t probes;    /* HALF_OPEN: requests out */
     uint64_t total_failures;
+
+    uint64_t relinks, relinked_ms; /* told so often, and when last; of the name */
 };
 
 /* What the proof of a link found (of use to people only), and what became of requests since. */
@@ -85,6 +97,7 @@ struct rtr_link {
     uint32_t mb_per_s, latency_us;     /* of the proof's pages */
     uint32_t failures, pause_ms;       /* in a row; the pause after the last one */
     uint64_t reopen_ms;                /* nothing goes this way before */
+    uint32_t unanswered;               /* greetings in a row */
 };
 
 struct rtr_registry {
@@ -136,6 +149,10 @@ bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t d
 /* The outcome of a proof; refuted forgets what an earlier one found. */
 void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                          const struct wire_paired *m);
+
+/* A greeting found no answer. Which of the two has to relink now, or RTR_NO_WORKER. */
+uint32_t rtr_registry_unanswered(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                                 uint64_t now_ms);
 
 void rtr_registry_warmed(struct rtr_registry *g, uint32_t slot); /* a request went through it */
 void rtr_registry_failed(struct rtr_registry *g, uint32_t slot, uint64_t now_ms);

@@ -927,15 +927,41 @@ static void on_hello(struct rtr_route *r, uint64_t conn, const struct wire_hello
     r->dirty = true;
 }
 
+/* The live decode worker that prefill worker p speaks of, or RTR_NO_WORKER. */
+static uint32_t decode_of(struct rtr_route *r, uint32_t p, struct wire_text name,
+                          uint64_t incarnation)
+{
+    uint32_t d = rtr_registry_by_name(&r->workers, name);
+    if (worker(r, p)->role != WIRE_PREFILL_ROLE || d == RTR_NO_WORKER) return RTR_NO_WORKER;
+    struct rtr_worker *wd = worker(r, d);
+    bool same = live(wd) && wd->role == WIRE_DECODE_ROLE && wd->incarnation == incarnation;
+    return same ? d : RTR_NO_WORKER;
+}
+
 static void on_paired(struct rtr_route *r, uint32_t p, const struct wire_paired *m, uint64_t now_ms)
 {
-    uint32_t d = rtr_registry_by_name(&r->workers, m->name);
-    if (worker(r, p)->role != WIRE_PREFILL_ROLE || d == RTR_NO_WORKER) return;
-    struct rtr_worker *wd = worker(r, d);
-    if (!live(wd) || wd->role != WIRE_DECODE_ROLE || wd->incarnation != m->incarnation) return;
+    uint32_t d = decode_of(r, p, m->name, m->incarnation);
+    if (d == RTR_NO_WORKER) return;
     rtr_registry_proved(&r->workers, p, d, m);
     r->workers.retry_ms[p][d] = now_ms + PROVE_AGAIN_MS;
     r->dirty = true;
+}
+
+static void on_unanswered(struct rtr_route *r, uint32_t p, const struct wire_unanswered *m,
+                          uint64_t now_ms, struct rtr_actions *out)
+{
+    uint32_t d = decode_of(r, p, m->name, m->incarnation);
+    if (d == RTR_NO_WORKER) return;
+    uint32_t slot = rtr_registry_unanswered(&r->workers, p, d, now_ms);
+    if (slot == RTR_NO_WORKER) return;
+    r->stats.relinks++;
+    tow_fail(&act(out, RTR_DO_LOG)->refusal.err, TOW_EPEER,
+             "%s: told to make its data link anew: %s greets %s without answer, and %s has no "
+             "proved link",
+             worker(r, slot)->name, worker(r, p)->name, worker(r, d)->name, worker(r, slot)->name);
+    send_to(out, worker(r, slot)->conn, WIRE_RELINK_MSG)->relink.note =
+        wire_text(slot == d ? "prefill workers find no answer here, and no link is proved"
+                            : "no decode worker's answer arrives here, and no link is proved");
 }
 
 static void check_workers(struct rtr_route *r, uint64_t now_ms, struct rtr_actions *out)
@@ -1233,6 +1259,7 @@ static void on_message(struct rtr_route *r, const struct rtr_event *ev, struct r
         r->dirty = true;
         break;
     case WIRE_PAIRED_MSG: on_paired(r, slot, &m->paired, ev->now_ms); break;
+    case WIRE_UNANSWERED_MSG: on_unanswered(r, slot, &m->unanswered, ev->now_ms, out); break;
     case WIRE_PING_MSG: send_to(out, ev->conn, WIRE_PONG_MSG)->pong.seq = m->ping.seq; break;
     case WIRE_BYE_MSG: worker(r, slot)->draining = true; break;
     case WIRE_GRANT_MSG: on_ticket(r, slot, m, m->grant.ticket, ev->now_ms, out); break;

@@ -148,6 +148,7 @@ const struct rtr_registry *rtr_route_registry(const struct rtr_route *r);
 struct rtr_route_stats {
     uint64_t started, finished, failed, cancelled, refused; /* runs; refused were never started */
     uint64_t attempts, retries, pushed_back, denied, output_tokens, warm_ups;
+    uint64_t relinks;    /* workers told to make their data link anew */
     uint64_t distrusted; /* attempts given up because a worker broke the protocol */
     uint32_t queued, reserving, prefilling, streaming; /* gauges, warm-ups left out */
     uint32_t waiting;                                  /* what max_queued limits */

@@ -80,6 +80,10 @@ void mover_run_commands(struct kv_mover *m)
         case CMD_TOUCH: ship_step(m, c->ticket, KV_XFER_TOUCH, 0); break;
         case CMD_EXPECT: ship_expect(m, c); break;
         case CMD_CANCEL: ship_step(m, c->ticket, KV_XFER_CANCEL, c->code); break;
+        case CMD_RELINK: /* not inside a callback of the link */
+            m->relink = true;
+            m->cfg.incarnation = c->incarnation;
+            break;
         case CMD_STOP: m->stopping = true; break;
         }
         free(c);
@@ -127,6 +131,26 @@ static void drain_wake_fd(struct kv_mover *m)
     (void)rc; /* nothing to read is fine */
 }
 
+/* The events of the old link's end come first. */
+static void relink(struct kv_mover *m)
+{
+    struct tow_err err = {0};
+    struct kv_mover_event ev = {.kind = KV_MOVER_RELINKED};
+    size_t bytes;
+    m->relink = false;
+    m->relinking = true;
+    mover_forget_peers(m, "the link is made anew");
+    ev.code = net_link_reopen(m->link, &err);
+    m->relinking = false;
+    m->turned_ms = tow_now_ms();
+    const void *address = net_link_address(m->link, &bytes);
+    if (ev.code == 0 && bytes > WIRE_MAX_ADDRESS)
+        ev.code = tow_fail(&err, TOW_ECONFIG, "data address has grown to %zu bytes", bytes);
+    snprintf(ev.text, sizeof ev.text, "%s", err.msg);
+    ev.note_bytes = ev.code == 0 ? (uint32_t)bytes : 0;
+    mover_post(m, &ev, address);
+}
+
 static void loop(struct kv_mover *m)
 {
     uint32_t tick_ms = m->cfg.heartbeat_ms / TICKS_PER_HEARTBEAT;
@@ -140,6 +164,7 @@ static void loop(struct kv_mover *m)
         m->turned_ms = m->now_ms;
         drain_wake_fd(m);
         mover_run_commands(m);
+        if (m->relink && !m->stopping) relink(m);
         bool happened = run_offers(m);
         if (net_link_progress(m->link) > 0) happened = true;
         bool idle = tow_list_empty(&m->conns) && tow_list_empty(&m->targets) && m->n_tickets == 0;
@@ -181,7 +206,7 @@ static int start(struct kv_mover *m, struct tow_err *err)
     }
     uint8_t *probe = (uint8_t *)m->areas[KV_AREA_PAGES] + m->cfg.area_bytes[KV_AREA_PAGES];
     for (size_t i = 0; i < m->cfg.page_bytes; i++) probe[i] = (uint8_t)(i * 131 + (i >> 8));
-    m->address = net_link_address(m->link, &m->address_bytes);
+    const void *address = net_link_address(m->link, &m->address_bytes);
     m->has_cuda = net_link_has_cuda(m->link);
     if (m->address_bytes > WIRE_MAX_ADDRESS) {
         net_link_free(m->link);
@@ -190,6 +215,7 @@ static int start(struct kv_mover *m, struct tow_err *err)
                         "data address has %zu bytes, at most %u fit: limit UCX_NET_DEVICES",
                         m->address_bytes, WIRE_MAX_ADDRESS);
     }
+    memcpy(m->address, address, m->address_bytes);
     return 0;
 }
 
@@ -328,9 +354,11 @@ static int command_post(struct kv_mover *m, struct command *c)
 static struct command *command_new(enum command_kind kind, size_t payload)
 {
     static const char *const places[] = {
-        [CMD_CONNECT] = "mover.connect", [CMD_DROP] = "mover.drop",   [CMD_SEND] = "mover.send",
-        [CMD_OFFER] = "mover.offer",     [CMD_TOUCH] = "mover.touch", [CMD_EXPECT] = "mover.expect",
-        [CMD_CANCEL] = "mover.cancel",   [CMD_STOP] = "mover.stop"};
+        [CMD_CONNECT] = "mover.connect", [CMD_DROP] = "mover.drop",
+        [CMD_SEND] = "mover.send",       [CMD_OFFER] = "mover.offer",
+        [CMD_TOUCH] = "mover.touch",     [CMD_EXPECT] = "mover.expect",
+        [CMD_CANCEL] = "mover.cancel",   [CMD_RELINK] = "mover.relink",
+        [CMD_STOP] = "mover.stop"};
     if (tow_fault(places[kind])) return NULL;
     struct command *c = calloc(1, sizeof *c + payload);
     if (!c) return NULL;
@@ -393,6 +421,10 @@ bool kv_mover_event(struct kv_mover *m, struct kv_mover_event *out)
     if (!tow_inbox_take(m->events, &e)) return false;
     m->last = e;
     *out = e->pub;
+    if (out->kind == KV_MOVER_RELINKED && out->code == 0) {
+        m->address_bytes = out->note_bytes;
+        memcpy(m->address, out->note, out->note_bytes);
+    }
     return true;
 }
 
@@ -427,6 +459,14 @@ int kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation)
     if (!c) return TOW_ENOMEM;
     int rc = name_peer(c, name, incarnation);
     return rc < 0 ? rc : command_post(m, c);
+}
+
+int kv_mover_relink(struct kv_mover *m, uint64_t incarnation)
+{
+    struct command *c = command_new(CMD_RELINK, 0);
+    if (!c) return TOW_ENOMEM;
+    c->incarnation = incarnation;
+    return command_post(m, c);
 }
 
 int kv_mover_send(struct kv_mover *m, const struct kv_send *s)

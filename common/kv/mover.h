@@ -16,7 +16,8 @@
  *           KV_MOVER_PART per acked page (give it back), KV_MOVER_ENDED (0: all acked)
  * Decode:   kv_mover_expect() on RESERVE, then send GRANT
  *           KV_MOVER_PART per verified page, KV_MOVER_ENDED (0: whole, with the sender's note)
- * Both:     kv_mover_cancel() at any time, again and again until ENDED; kv_mover_drop() on UNPAIR.
+ * Both:     kv_mover_cancel() at any time, again and again until ENDED; kv_mover_drop() on UNPAIR;
+ *           kv_mover_relink() on RELINK, answered by KV_MOVER_RELINKED.
  */
 #ifndef TOW_KV_MOVER_H
 #define TOW_KV_MOVER_H
@@ -68,7 +69,7 @@ int kv_mover_open(struct kv_mover **out, const struct kv_mover_config *cfg, stru
 /* Ends everything, without further events; waits (at most about a second). NULL is fine. */
 void kv_mover_close(struct kv_mover *m);
 void *kv_mover_area(const struct kv_mover *m, enum kv_area area); /* base; valid until close */
-/* This process's address for peers, to go into HELLO; borrowed until close. */
+/* This process's address for peers, to go into HELLO; borrowed until the next kv_mover_event(). */
 const void *kv_mover_address(const struct kv_mover *m, size_t *bytes);
 bool kv_mover_has_cuda(const struct kv_mover *m);
 
@@ -79,6 +80,11 @@ KV_MOVER_COMMAND kv_mover_connect(struct kv_mover *m, const char *name, uint64_t
                                   const void *address, size_t bytes);
 /* Both: forget this peer, ending its tickets with TOW_EPEER. incarnation 0: any. */
 KV_MOVER_COMMAND kv_mover_drop(struct kv_mover *m, const char *name, uint64_t incarnation);
+
+/* Makes the data link anew, as a restart of the process would: all peers are forgotten, all tickets
+ * end with TOW_EPEER, the areas stay. KV_MOVER_RELINKED is told when the new address holds, after
+ * the last event of the old link; with a code the link could not be made, and nobody is reached. */
+KV_MOVER_COMMAND kv_mover_relink(struct kv_mover *m, uint64_t incarnation);
 
 /* cookie comes back in each event of the ticket. A ticket id that is live here already ends the new
  * one (its own cookie) with TOW_ESTATE; the live one is not touched. lease_ms 0: the default. */
@@ -123,15 +129,23 @@ KV_MOVER_COMMAND kv_mover_expect(struct kv_mover *m, const struct kv_expect *e);
  * the lease has to end what a lost cancel did not. An unknown or ended ticket: nothing happens. */
 void kv_mover_cancel(struct kv_mover *m, struct kv_ticket t, int code);
 
-enum kv_mover_event_kind { KV_MOVER_PEER_UP, KV_MOVER_PEER_DOWN, KV_MOVER_PART, KV_MOVER_ENDED };
+enum kv_mover_event_kind {
+    KV_MOVER_PEER_UP,
+    KV_MOVER_PEER_DOWN,
+    KV_MOVER_PART,
+    KV_MOVER_ENDED,
+    KV_MOVER_RELINKED
+};
 
 struct kv_mover_event {
     enum kv_mover_event_kind kind;
     /* PART, ENDED */
     struct kv_ticket ticket;
     uint64_t cookie;
-    uint32_t index;      /* PART: which */
-    int code;            /* ENDED, PEER_DOWN: 0 or TOW_E* */
+    uint32_t index; /* PART: which */
+    /* ENDED, PEER_DOWN, RELINKED: 0 or TOW_E*. PEER_DOWN with TOW_ETIME: it did not answer the
+     * greeting, or stopped answering before the link was proved. */
+    int code;
     uint32_t note_bytes; /* ENDED with 0 on the receiver */
     const void *note;    /* borrowed until the next kv_mover_event() */
     /* PEER_UP, PEER_DOWN */
@@ -140,7 +154,7 @@ struct kv_mover_event {
     enum kv_move_method method;
     char transport[24];           /* "posix", "tcp" ... */
     double mb_per_s, us;          /* of one page, by the chosen method */
-    char text[KV_MOVER_TEXT_MAX]; /* PEER_DOWN, ENDED: why */
+    char text[KV_MOVER_TEXT_MAX]; /* PEER_DOWN, ENDED, RELINKED: why */
     bool refused;                 /* PEER_DOWN: the peers do not fit; no retry */
 };
 /* The next event, or false. Call until false after each wake. */

@@ -131,6 +131,7 @@ enum command_kind {
     CMD_TOUCH,
     CMD_EXPECT,
     CMD_CANCEL,
+    CMD_RELINK,
     CMD_STOP
 };
 
@@ -162,8 +163,6 @@ struct kv_mover {
     int wake_fd;
     _Atomic bool rung; /* wake_fd was written to */
     void *areas[KV_AREAS];
-    const void *address;
-    size_t address_bytes;
     bool has_cuda;
     /* between the threads */
     struct tow_inbox *commands; /* of struct command *, owned by the taker */
@@ -174,7 +173,10 @@ struct kv_mover {
     bool started;
     int start_code;
     struct tow_err start_err;
-    struct mover_event *last; /* control thread: what the note of the last event points into */
+    /* control thread */
+    struct mover_event *last; /* what the note of the last event points into */
+    size_t address_bytes;     /* what peers may be told */
+    uint8_t address[WIRE_MAX_ADDRESS];
 
     struct net_link *link;
     struct net_region *regions[KV_AREAS];
@@ -188,6 +190,7 @@ struct kv_mover {
     uint64_t now_ms, turned_ms, tick_at_ms;
     struct kv_mover_stats own; /* published as stats */
     bool stopping;
+    bool relink, relinking; /* asked for; under way: what comes in is for the old link */
 };
 
 /* mover.c */
@@ -198,6 +201,7 @@ void mover_run_commands(struct kv_mover *m);
 void mover_connect(struct kv_mover *m, const struct command *cmd);
 void mover_drop(struct kv_mover *m, const struct command *cmd);
 void mover_tick_peers(struct kv_mover *m);
+void mover_forget_peers(struct kv_mover *m, const char *why);
 void mover_stood_still(struct kv_mover *m, uint64_t gap_ms);
 struct conn *mover_conn_of(struct kv_mover *m, const char *name, uint64_t incarnation);
 void conn_send(struct conn *c, const struct wire_msg *msg);
@@ -218,7 +222,7 @@ void ship_offered(struct conn *c, const struct wire_offer *o, struct net_bulk *b
 void ship_acked(struct conn *c, const struct wire_ack *a);
 void ship_nacked(struct conn *c, const struct wire_nack *n);
 void ship_from_peer(struct conn *c, struct wire_ticket id, enum kv_xfer_event_kind kind, int code);
-/* Ends the tickets of this peer; c may be NULL. */
+/* Ends the tickets of this peer (NULL: of all); c may be NULL. */
 void ship_peer_lost(struct kv_mover *m, const char *name, uint64_t incarnation, struct conn *c,
                     const char *why);
 void ship_pump(struct conn *c);

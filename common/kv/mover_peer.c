@@ -219,6 +219,8 @@ static int greet(struct conn *c, struct target *t, struct tow_err *err)
     uint8_t facts[WIRE_MAX_FACTS];
     int rc = net_ep_open(m->link, t->address, t->address_bytes, c, &c->ep, err);
     if (rc < 0) return rc;
+    size_t address_bytes;
+    const void *address = net_link_address(m->link, &address_bytes);
     size_t key_bytes[KV_AREAS];
     const void *keys[KV_AREAS];
     for (int a = 0; a < KV_AREAS; a++) keys[a] = net_region_key(m->regions[a], &key_bytes[a]);
@@ -230,7 +232,7 @@ static int greet(struct conn *c, struct target *t, struct tow_err *err)
             .incarnation = m->cfg.incarnation,
             .peer_name = wire_text(t->name),
             .peer_incarnation = t->incarnation,
-            .data_address = {m->address, (uint32_t)m->address_bytes},
+            .data_address = {address, (uint32_t)address_bytes},
             .pool_base = (uintptr_t)m->areas[KV_AREA_PAGES],
             .pool_bytes = net_region_bytes(m->regions[KV_AREA_PAGES]),
             .pool_rkey = {keys[KV_AREA_PAGES], (uint32_t)key_bytes[KV_AREA_PAGES]},
@@ -305,23 +307,33 @@ void mover_connect(struct kv_mover *m, const struct command *cmd)
     try_target(m, t);
 }
 
-void mover_drop(struct kv_mover *m, const struct command *cmd)
+/* Nothing is told of them but the ends of their tickets. name NULL: all, whatever incarnation. */
+static void forget(struct kv_mover *m, const char *name, uint64_t incarnation, const char *why)
 {
     TOW_LIST_EACH_SAFE (n, &m->targets) {
         struct target *t = TOW_CONTAINER(n, struct target, node);
-        if (strcmp(t->name, cmd->peer) == 0 &&
-            (!cmd->incarnation || t->incarnation == cmd->incarnation))
-            target_forget(m, t, "dropped");
+        if (name && strcmp(t->name, name) != 0) continue;
+        if (!incarnation || t->incarnation == incarnation) target_forget(m, t, why);
     }
     TOW_LIST_EACH_SAFE (n, &m->conns) {
         struct conn *c = TOW_CONTAINER(n, struct conn, node);
-        if (c->state == CONN_CLOSING || strcmp(c->peer.name, cmd->peer) != 0) continue;
-        if (cmd->incarnation && c->peer.incarnation != cmd->incarnation) continue;
+        if (c->state == CONN_CLOSING || (name && strcmp(c->peer.name, name) != 0)) continue;
+        if (incarnation && c->peer.incarnation != incarnation) continue;
         if (c->state == CONN_UP) m->own.peers_up--;
         c->state = CONN_REFUSED;
-        conn_down(c, TOW_EPEER, "dropped");
+        conn_down(c, TOW_EPEER, why);
     }
-    ship_peer_lost(m, cmd->peer, cmd->incarnation, NULL, "dropped");
+    ship_peer_lost(m, name, incarnation, NULL, why);
+}
+
+void mover_drop(struct kv_mover *m, const struct command *cmd)
+{
+    forget(m, cmd->peer, cmd->incarnation, "dropped");
+}
+
+void mover_forget_peers(struct kv_mover *m, const char *why)
+{
+    forget(m, NULL, 0, why);
 }
 
 /* --- greeting, decode side -------------------------------------------------------------------- */
@@ -748,7 +760,7 @@ void mover_on_message(void *arg, const void *frame, uint32_t bytes)
     struct kv_mover *m = arg;
     struct wire_msg msg;
     uint64_t label;
-    if (m->stopping) return;
+    if (m->stopping || m->relinking) return;
     mover_run_commands(m);
     if (bytes < MOVER_LABEL_BYTES ||
         wire_unpack_frame(&msg, (const uint8_t *)frame + MOVER_LABEL_BYTES,
@@ -774,8 +786,9 @@ void mover_on_bulk(void *arg, struct net_bulk *bulk, const void *head, uint32_t 
     struct wire_msg msg;
     uint64_t label;
     struct conn *c = NULL;
-    if (!m->stopping) mover_run_commands(m);
-    if (!m->stopping && head_bytes > MOVER_LABEL_BYTES &&
+    bool hearing = !m->stopping && !m->relinking;
+    if (hearing) mover_run_commands(m);
+    if (hearing && !m->stopping && head_bytes > MOVER_LABEL_BYTES &&
         wire_unpack_frame(&msg, (const uint8_t *)head + MOVER_LABEL_BYTES,
                           head_bytes - MOVER_LABEL_BYTES, NULL) == 0) {
         memcpy(&label, head, sizeof label);
@@ -832,9 +845,9 @@ void mover_tick_peers(struct kv_mover *m)
             continue;
         }
         if (net_peer_tick(&c->peer, m->now_ms) == NET_PEER_BECAME_DEAD) {
-            conn_down(c, TOW_EPEER,
-                      c->state == CONN_GREETING ? "no answer to the greeting"
-                                                : "silent for five heartbeats");
+            bool met = c->state != CONN_GREETING;
+            conn_down(c, met ? TOW_EPEER : TOW_ETIME,
+                      met ? "silent for five heartbeats" : "no answer to the greeting");
             continue;
         }
         if (m->now_ms < c->ping_at_ms || c->state == CONN_GREETING) continue;

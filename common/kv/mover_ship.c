@@ -562,10 +562,10 @@ void ship_peer_lost(struct kv_mover *m, const char *name, uint64_t incarnation, 
     for (uint32_t b = 0; b < m->n_buckets; b++) {
         TOW_LIST_EACH_SAFE (n, &m->buckets[b]) {
             struct ticket *t = TOW_CONTAINER(n, struct ticket, node);
-            bool theirs =
-                strcmp(t->peer, name) == 0 && (incarnation == 0 || t->incarnation == incarnation);
+            bool theirs = (!name || strcmp(t->peer, name) == 0) &&
+                          (incarnation == 0 || t->incarnation == incarnation);
             if (c ? t->conn != c && !(theirs && !t->conn) : !theirs) continue;
-            if (!t->why[0]) snprintf(t->why, sizeof t->why, "peer %s: %s", name, why);
+            if (!t->why[0]) snprintf(t->why, sizeof t->why, "peer %s: %s", t->peer, why);
             t->conn = NULL;
             step(t, KV_XFER_PEER_LOST, 0, 0, 0);
         }

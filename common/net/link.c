@@ -24,6 +24,12 @@
  *          The address we hand out therefore says which namespace we are in and holds UCX's address
  *          twice, whole and with network devices only; net_ep_open() takes the one that fits.
  *
+ * Stuck    In shared memory all senders write into one queue of the receiver, in order: a sender that
+ *          is killed between taking a slot and filling it (seen with UCX 1.13 while its first
+ *          message goes out) leaves a queue that never moves again, and nothing reports it. Only a
+ *          new worker has a new queue; net_link_reopen() makes one. Registered memory belongs to
+ *          the context and stays.
+ *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
  *          UCX callbacks on whichever thread happened to progress. libuv around UCX's descriptor:
  *          three handles (poll, prepare, idle) that must agree, for a thread that has nothing else
@@ -33,6 +39,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/err.h"
+#include "common/base/fault.h"
 #include "common/base/hash.h"
 #include "common/base/list.h"
 #include "common/base/log.h"
@@ -141,7 +148,8 @@ struct net_link {
     uint32_t n_free_ops;
     uint64_t progress_us; /* when something happened last, while operations are in flight */
     unsigned empty_in_row;
-    bool woken; /* the event descriptor fired since the last progress */
+    bool woken;  /* the event descriptor fired since the last progress */
+    bool jammed; /* by a test: see is_jammed() */
     struct net_link_stats stats;
 };
 
@@ -268,8 +276,10 @@ static const uint8_t *pick_address(const struct net_link *link, const uint8_t *a
     return address + HEAD_BYTES + (apart && bytes - HEAD_BYTES > whole ? whole : 0);
 }
 
+/* What is set on success: worker, address, event descriptor. On failure nothing is touched. */
 static int open_worker(struct net_link *link, struct tow_err *err)
 {
+    struct net_link was = *link;
     ucp_worker_params_t wp = {.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE,
                               .thread_mode = UCS_THREAD_MODE_SINGLE};
     ucs_status_t s = ucp_worker_create(link->context, &wp, &link->worker);
@@ -298,6 +308,10 @@ release:
     free(link->address);
 destroy:
     ucp_worker_destroy(link->worker);
+    link->worker = was.worker;
+    link->address = was.address;
+    link->address_bytes = was.address_bytes;
+    link->event_fd = was.event_fd;
     return err ? err->code : TOW_ESYS;
 }
 
@@ -343,11 +357,12 @@ free_link:
 }
 
 static void op_free(struct op *op);
-static void bulk_drop(struct net_bulk *b);
+static void ep_free(struct net_ep *ep);
 
-void net_link_free(struct net_link *link)
+/* Ends everything that goes through the worker, and the worker. Afterwards nothing is in flight and
+ * every callback has been made. */
+static void close_worker(struct net_link *link)
 {
-    if (!link) return;
     while (!tow_list_empty(&link->bulks))
         net_bulk_refuse(TOW_CONTAINER(link->bulks.next, struct net_bulk, in_link));
     TOW_LIST_EACH (n, &link->eps)
@@ -355,13 +370,6 @@ void net_link_free(struct net_link *link)
     uint64_t until = tow_now_ms() + FREE_MS;
     while ((!tow_list_empty(&link->eps) || !tow_list_empty(&link->ops)) && tow_now_ms() < until)
         if (!net_link_progress(link)) sched_yield();
-    /* UCX owes these callbacks still; the owners hear of their end now. */
-    TOW_LIST_EACH (n, &link->ops) {
-        struct op *op = TOW_CONTAINER(n, struct op, in_link);
-        net_done_fn fn = op->fn;
-        op->fn = NULL;
-        if (fn) fn(op->arg, TOW_ECANCEL);
-    }
     while (!tow_list_empty(&link->bulks)) /* those that came meanwhile */
         net_bulk_refuse(TOW_CONTAINER(link->bulks.next, struct net_bulk, in_link));
     TOW_LIST_EACH (n, &link->eps) {
@@ -370,19 +378,46 @@ void net_link_free(struct net_link *link)
     }
     ucp_worker_destroy(link->worker);
     /* The worker may have made callbacks and moved bytes to its last moment: only now may the
-     * memory go that they name. */
+     * memory go that they name, and only now do the owners hear of an end that UCX owed. */
     TOW_LIST_EACH_SAFE (n, &link->notes) {
         struct note *note = TOW_CONTAINER(n, struct note, node);
         tow_list_remove(n);
         if (note->kind == NOTE_MESSAGE) free(TOW_CONTAINER(note, struct message, note));
     }
-    TOW_LIST_EACH_SAFE (n, &link->ops) {
-        struct op *op = TOW_CONTAINER(n, struct op, in_link);
-        free(op->copy);
-        free(op);
+    while (!tow_list_empty(&link->ops)) {
+        struct op *op = TOW_CONTAINER(link->ops.next, struct op, in_link);
+        net_done_fn fn = op->fn;
+        void *arg = op->arg;
+        tow_list_remove(&op->in_link);
+        link->stats.ops--;
+        op_free(op);
+        if (fn) fn(arg, TOW_ECANCEL);
     }
+    while (!tow_list_empty(&link->eps))
+        ep_free(TOW_CONTAINER(link->eps.next, struct net_ep, in_link));
+}
+
+int net_link_reopen(struct net_link *link, struct tow_err *err)
+{
+    ucp_worker_h old = link->worker;
+    uint8_t *old_address = link->address;
+    int rc = open_worker(link, err);
+    if (rc < 0) return rc;
+    ucp_worker_h fresh = link->worker;
+    link->worker = old;
+    close_worker(link);
+    link->worker = fresh;
+    free(old_address);
+    link->empty_in_row = 0;
+    link->woken = link->jammed = false;
+    return 0;
+}
+
+void net_link_free(struct net_link *link)
+{
+    if (!link) return;
+    close_worker(link);
     TOW_LIST_EACH_SAFE (n, &link->free_ops) free(TOW_CONTAINER(n, struct op, in_link));
-    TOW_LIST_EACH_SAFE (n, &link->eps) free(TOW_CONTAINER(n, struct net_ep, in_link));
     TOW_LIST_EACH_SAFE (n, &link->regions)
         net_region_free(link, TOW_CONTAINER(n, struct net_region, in_link));
     ucp_cleanup(link->context);
@@ -530,11 +565,19 @@ int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, c
 
 /* --- receiving -------------------------------------------------------------------------------- */
 
+/* Stands in for the stuck queue described above: from the place's pass on nothing comes in. */
+static bool is_jammed(struct net_link *link)
+{
+    if (!link->jammed && tow_fault("link.jam")) link->jammed = true;
+    return link->jammed;
+}
+
 static ucs_status_t on_am_message(void *arg, const void *header, size_t header_bytes, void *data,
                                   size_t bytes, const ucp_am_recv_param_t *param)
 {
     struct net_link *link = arg;
     (void)header, (void)header_bytes;
+    if (is_jammed(link)) return UCS_OK;
     /* Only small eager messages use this id; whatever else a peer sends here is dropped. */
     if ((param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) || bytes > NET_LINK_MESSAGE_MAX)
         return UCS_OK;
@@ -554,6 +597,7 @@ static ucs_status_t on_am_bulk(void *arg, const void *header, size_t header_byte
                                size_t bytes, const ucp_am_recv_param_t *param)
 {
     struct net_link *link = arg;
+    if (is_jammed(link)) return UCS_OK;
     bool waits = (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0;
     if (header_bytes > NET_LINK_MESSAGE_MAX || (!waits && bytes > NET_LINK_MESSAGE_MAX))
         return UCS_OK;

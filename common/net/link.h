@@ -52,6 +52,10 @@ int net_link_open(struct net_link **out, const struct net_link_hooks *hooks, str
 /* Closes endpoints, waits for what is in flight (at most a second), frees. Callbacks still pending
  * are made with TOW_ECANCEL. NULL is fine. */
 void net_link_free(struct net_link *link);
+/* A new worker with a new address instead of the old one, which may have stopped hearing for ever.
+ * Everything on the old one ends as with net_link_free(), regions stay; peers have to be given the
+ * new address. Not from a callback. On failure the old one goes on. */
+int net_link_reopen(struct net_link *link, struct tow_err *err);
 /* Runs what can run now, then the callbacks; the number of things that happened. */
 unsigned net_link_progress(struct net_link *link);
 /* Sleeps until the link has work, wake_fd (-1: none) is readable or timeout_ms (-1: for ever) is
@@ -60,7 +64,8 @@ unsigned net_link_progress(struct net_link *link);
 void net_link_wait(struct net_link *link, int wake_fd, int timeout_ms);
 void net_link_stats(const struct net_link *link, struct net_link_stats *out);
 bool net_link_has_cuda(const struct net_link *link); /* this UCX takes device pointers */
-/* The worker's address, for peers; borrowed until net_link_free(). */
+/* The worker's address, for peers; borrowed until net_link_reopen()
+ * or net_link_free(). */
 const void *net_link_address(const struct net_link *link, size_t *bytes);
 
 /* Memory made by UCX, so that peers on this host can map it. Never moves. */

@@ -60,6 +60,7 @@ struct work_own {
     uint8_t *frame; /* packing space, WIRE_MAX_BODY + header */
     bool draining, drained;
     int signals, exit_status;
+    uint64_t relinking;     /* the incarnation to come; 0: the link is not being made anew */
     struct work_step probe; /* an empty step for an idle engine */
     bool probing;
     uint64_t probe_ms; /* when the last one went */
@@ -70,7 +71,7 @@ struct work_own {
     } drops[MAX_DROPS]; /* the mover could not take them yet */
     int n_drops;
     struct tow_gauge *g_pages_free, *g_pages, *g_joined, *g_running_ms;
-    struct tow_counter *c_steps, *c_sent, *c_received;
+    struct tow_counter *c_steps, *c_sent, *c_received, *c_relinks;
     struct tow_gauge *g_move[2];
     struct tow_counter *c_move[6];
 };
@@ -470,6 +471,50 @@ static void begin_drain(struct work *w, uint32_t limit_ms)
     w->role->on_drain(w->own->self, limit_ms);
 }
 
+/* A link that works hears its peers: what the router takes for a fault is then one elsewhere. */
+static void relink(struct work *w, const struct router *r, const struct wire_relink *m)
+{
+    struct work_own *o = w->own;
+    struct kv_mover_stats s;
+    char note[WIRE_MAX_NOTE + 1];
+    wire_text_copy(m->note, note, sizeof note);
+    if (o->relinking || o->draining) return;
+    kv_mover_stats(w->mover, &s);
+    if (s.peers_up > 0) {
+        tow_warn("%s: router %s asks for a new data link (%s): not made, %u peers are up", w->name,
+                 r->url, note, s.peers_up);
+        return;
+    }
+    o->relinking = tow_random_u64();
+    int rc = kv_mover_relink(w->mover, o->relinking);
+    if (rc == 0) {
+        tow_warn("%s: router %s asks for a new data link: %s", w->name, r->url, note);
+        return;
+    }
+    o->relinking = 0; /* it asks again */
+    tow_error("%s: no new data link: %s", w->name, tow_err_text(rc));
+}
+
+/* To all others it is a process that went and came: their links, our tickets, all begins anew. */
+static void relinked(struct work *w, const struct kv_mover_event *ev)
+{
+    struct work_own *o = w->own;
+    if (ev->code < 0) {
+        struct tow_err err;
+        tow_fail(&err, ev->code, "the data link cannot be made anew: %s", ev->text);
+        work_die(w, &err);
+        return;
+    }
+    tow_info("%s: the data link is new; joining anew, incarnation %016llx", w->name,
+             (unsigned long long)o->relinking);
+    w->incarnation = o->relinking;
+    o->relinking = 0;
+    tow_counter_add(o->c_relinks, 1);
+    for (int i = 0; i < o->n_routers; i++)
+        if (o->routers[i].link)
+            net_ctl_close(o->routers[i].link, TOW_EPEER, "to join anew with a new data link");
+}
+
 static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *body, uint32_t bytes)
 {
     struct router *r = arg;
@@ -538,6 +583,7 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
     case WIRE_DRAIN_MSG:
         begin_drain(w, m.drain.limit_ms ? m.drain.limit_ms : drain_limit_ms(w));
         break;
+    case WIRE_RELINK_MSG: relink(w, r, &m.relink); break;
     default:
         if (r->owner) w->role->on_message(w->own->self, r->owner, &m);
         break;
@@ -575,7 +621,12 @@ static void on_mover_wake(void *arg)
 {
     struct work *w = arg;
     struct kv_mover_event ev;
-    while (kv_mover_event(w->mover, &ev)) w->role->on_move(w->own->self, &ev);
+    while (kv_mover_event(w->mover, &ev)) {
+        if (ev.kind == KV_MOVER_RELINKED)
+            relinked(w, &ev);
+        else
+            w->role->on_move(w->own->self, &ev);
+    }
 }
 
 static void on_engine_wake(void *arg)
@@ -772,6 +823,8 @@ static void make_metrics(struct work *w)
     o->c_sent = tow_counter(w->metrics, "control_messages_sent_total", "frames to routers", NULL);
     o->c_received =
         tow_counter(w->metrics, "control_messages_received_total", "frames from routers", NULL);
+    o->c_relinks = tow_counter(w->metrics, "worker_relinks_total",
+                               "data links made anew because peers found no answer", NULL);
     o->g_move[0] =
         tow_gauge(w->metrics, "move_peers_up", "links to the other role that work", NULL);
     o->g_move[1] = tow_gauge(w->metrics, "move_tickets_live", "shipments under way", NULL);

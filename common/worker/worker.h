@@ -46,7 +46,7 @@ struct work_role {
     void (*stop)(void *self); /* mover and engine are closed already */
     void (*on_message)(void *self, uint64_t owner, const struct wire_msg *m);
     void (*on_router_lost)(void *self, uint64_t owner);
-    void (*on_move)(void *self, const struct kv_mover_event *ev);
+    void (*on_move)(void *self, const struct kv_mover_event *ev); /* never RELINKED */
     /* Every step must have an err; one that failed with scope PROCESS ends the process instead. */
     void (*on_stepped)(void *self, struct work_step *step);
     void (*on_tick)(void *self, uint64_t now_ms);    /* every WORK_TICK_MS */
@@ -67,7 +67,7 @@ struct work {
     struct work_engine *engine;
     struct net_loop *loop;
     struct tow_metrics *metrics;
-    uint64_t incarnation;
+    uint64_t incarnation; /* changes when the data link is made anew, see RELINK */
     char name[WIRE_MAX_NAME + 1];
     uint32_t max_context, n_pages;
     /* set by plan() */

@@ -162,10 +162,11 @@ int ctl_num_mhc(struct ctl_num *c, struct tow_err *err)
 
 /* ------------------------------------------------------------------ experts in double */
 
-/* out [D] += round(expert(x)); x [D] is quantized already; weight goes in before w2. */
+/* out [D] += round(expert(x)); x1 and x3 [D] are x, quantized already for w1 and w3; weight goes in
+ * before w2. */
 static int expert(const struct kern_weight *w1, const struct kern_weight *w2,
-                  const struct kern_weight *w3, const double *x, double weight, double limit,
-                  enum kern_act_quant aq, double *out)
+                  const struct kern_weight *w3, const double *x1, const double *x3, double weight,
+                  double limit, enum kern_act_quant aq, double *out)
 {
     const int32_t D = w1->k, I = w1->n;
     double *row = malloc((size_t)(D > I ? D : I) * sizeof *row), *y = malloc((size_t)I * sizeof *y);
@@ -176,9 +177,9 @@ static int expert(const struct kern_weight *w1, const struct kern_weight *w2,
     for (int32_t i = 0; i < I; i++) {
         double g = 0, u = 0;
         ctl_ref_weight_row(w1, i, row);
-        for (int32_t k = 0; k < D; k++) g += row[k] * x[k];
+        for (int32_t k = 0; k < D; k++) g += row[k] * x1[k];
         ctl_ref_weight_row(w3, i, row);
-        for (int32_t k = 0; k < D; k++) u += row[k] * x[k];
+        for (int32_t k = 0; k < D; k++) u += row[k] * x3[k];
         g = ctl_ref_bf16(g), u = ctl_ref_bf16(u);
         if (limit > 0) g = fmin(g, limit), u = fmax(-limit, fmin(u, limit));
         y[i] = ctl_ref_bf16(g * sigmoid(g) * u * weight);
@@ -252,7 +253,7 @@ static int scaling_layer(struct ctl_num *c, int32_t at, int32_t R, double *engin
             double *to = ref[p] + (int64_t)r * s->D;
             memset(to, 0, (size_t)s->D * sizeof *to);
             for (int32_t j = 0; rc == 0 && j < s->k; j++)
-                rc = expert(&L->w1[ids[j]], &L->w2[ids[j]], &L->w3[ids[j]], xq,
+                rc = expert(&L->w1[ids[j]], &L->w2[ids[j]], &L->w3[ids[j]], xq, xq,
                             weight[j] * pow(s->route_scale, p), s->swiglu_limit, aq_of(&L->w1[0]),
                             to);
         }
@@ -397,15 +398,16 @@ static int encode(struct ctl_num *c, const struct kern_weight *w, enum kern_wfmt
 enum { EXPERTS = 2 };
 
 /* The moe op on two experts in one format against double with the same, dequantized. */
-static int experts_in(struct ctl_num *c, const struct kern_weight w[3][EXPERTS], const double *x,
-                      const uint16_t *xb, double *got, double *error)
+static int experts_in(struct ctl_num *c, const struct kern_weight w[3][EXPERTS],
+                      enum kern_act_quant aq, const double *x, const uint16_t *xb, double *got,
+                      double *error)
 {
     const struct model_shape *s = c->s;
     const int32_t R = CTL_NUM_ROWS, D = s->D;
-    const enum kern_act_quant aq = aq_of(&w[0][0]);
     int32_t *ids = ctl_num_hold(c, R * EXPERTS, 4);
     float *weights = ctl_num_hold(c, R * EXPERTS, 4), *out = ctl_num_hold(c, (int64_t)R * D, 4);
-    double *want = ctl_num_hold(c, (int64_t)R * D, 8), *xq = ctl_num_hold(c, D, 8);
+    double *want = ctl_num_hold(c, (int64_t)R * D, 8), *xq[2];
+    for (int i = 0; i < 2; i++) xq[i] = ctl_num_hold(c, D, 8);
     int rc = c->no_memory ? TOW_ENOMEM : 0;
     for (int32_t i = 0; rc == 0 && i < R * EXPERTS; i++) {
         ids[i] = i % EXPERTS;
@@ -415,27 +417,43 @@ static int experts_in(struct ctl_num *c, const struct kern_weight w[3][EXPERTS],
                .w3 = w[2], .out = out, .T = R, .D = D, .I = w[0][0].n, .E = EXPERTS, .k = EXPERTS,
                .limit = s->swiglu_limit, .aq = aq, .act = KERN_BF16);
     for (int32_t r = 0; rc == 0 && r < R; r++) {
-        memcpy(xq, x + (int64_t)r * D, (size_t)D * sizeof *xq);
-        ctl_ref_aq(xq, D, aq, 0);
-        for (int32_t j = 0; rc == 0 && j < EXPERTS; j++)
-            rc = expert(&w[0][j], &w[1][j], &w[2][j], xq, weights[r * EXPERTS + j], s->swiglu_limit,
-                        aq, want + (int64_t)r * D);
+        for (int32_t j = 0; rc == 0 && j < EXPERTS; j++) {
+            for (int i = 0; i < 2; i++) {
+                memcpy(xq[i], x + (int64_t)r * D, (size_t)D * sizeof **xq);
+                ctl_ref_aq(xq[i], D, aq, w[2 * i][j].input_scale);
+            }
+            rc = expert(&w[0][j], &w[1][j], &w[2][j], xq[0], xq[1], weights[r * EXPERTS + j],
+                        s->swiglu_limit, aq, want + (int64_t)r * D);
+        }
         for (int32_t i = 0; i < D; i++) got[(int64_t)r * D + i] = out[(int64_t)r * D + i];
     }
     if (rc == 0) *error = ctl_ref_rel(got, want, (int64_t)R * D);
     return rc;
 }
 
+/* The two experts as they are, or in another format; 4-bit activations need an input scale. */
+static int experts_as(struct ctl_num *c, const struct kern_weight w[3][EXPERTS], enum kern_wfmt fmt,
+                      double x_amax, struct kern_weight v[3][EXPERTS])
+{
+    int rc = 0;
+    for (int m = 0; m < 3; m++)
+        for (int j = 0; rc == 0 && j < EXPERTS; j++) {
+            v[m][j] = w[m][j];
+            if (fmt != w[m][j].fmt) rc = encode(c, &w[m][j], fmt, &v[m][j]);
+            if (!(v[m][j].input_scale > 0)) v[m][j].input_scale = (float)(x_amax / (6 * 448));
+        }
+    return rc;
+}
+
 int ctl_num_experts(struct ctl_num *c, struct tow_err *err)
 {
-    static const enum kern_wfmt others[] = {KERN_W_MXFP4, KERN_W_NVFP4, KERN_W_FP8};
     const size_t mark = ctl_num_mark(c);
     const int32_t at = c->layers[c->n_layers - 1], R = CTL_NUM_ROWS, D = c->s->D;
     const struct model_layer *L = &c->w->layers[at];
     const struct ctl_num_tensor *tx = ctl_num_find(c, at, "ffn_x", NULL);
     const struct ctl_num_tensor *chosen = ctl_num_find(c, at, "experts", NULL);
     double *x = ctl_num_hold(c, (int64_t)R * D, 8), *own = ctl_num_hold(c, (int64_t)R * D, 8);
-    double *got = ctl_num_hold(c, (int64_t)R * D, 8);
+    double *got = ctl_num_hold(c, (int64_t)R * D, 8), x_amax = 1e-4;
     uint16_t *xb = ctl_num_hold(c, (int64_t)R * D, 2);
     if (!tx || !chosen || c->no_memory)
         return tow_fail(err, TOW_ENOMEM, "numerics: no memory for experts");
@@ -447,34 +465,46 @@ int ctl_num_experts(struct ctl_num *c, struct tow_err *err)
     }
     for (int32_t r = 0; r < R; r++) {
         memcpy(xb + (int64_t)r * D, ctl_num_row_of(c, tx, c->T - R + r), (size_t)D * 2);
-        for (int32_t i = 0; i < D; i++) x[(int64_t)r * D + i] = ctl_num_at(c, tx, c->T - R + r, i);
+        for (int32_t i = 0; i < D; i++) {
+            x[(int64_t)r * D + i] = ctl_num_at(c, tx, c->T - R + r, i);
+            x_amax = fmax(x_amax, fabs(x[(int64_t)r * D + i]));
+        }
     }
+    const enum kern_wfmt own_fmt = w[0][0].fmt;
+    const struct {
+        const char *suffix;
+        enum kern_wfmt fmt;
+        enum kern_act_quant aq;
+    } ways[] = {{"", own_fmt, aq_of(&w[0][0])}, /* first: the others are compared with it */
+                {"", KERN_W_MXFP4, KERN_AQ_A128},       {"", KERN_W_NVFP4, KERN_AQ_A128},
+                {".w4a16", KERN_W_NVFP4, KERN_AQ_NONE}, {".w4a4", KERN_W_NVFP4, KERN_AQ_NVFP4},
+                {"", KERN_W_FP8, KERN_AQ_A128}};
     /* Where a float32 sum and the exact one fall on two sides of a bf16 rounding (fewer than one in a
      * hundred of the inner values), that value moves by a bf16 step, and by up to 2^-4 of itself if
-     * an e4m3 code turns with it: sqrt(0.01) * 2^-4 = 6e-3 of the whole at the very worst. */
-    const double bound = 5e-3;
-    double error = 0;
-    char name[32];
-    int rc = experts_in(c, w, x, xb, own, &error);
-    if (rc < 0) return rc;
-    snprintf(name, sizeof name, "experts.%s", fmt_name(w[0][0].fmt));
-    ctl_num_row(c, name, error, bound, "relative error of the routed experts' output",
-                "the checkpoint's expert format is read right", "layer %d, the checkpoint's own",
-                at);
-    for (size_t f = 0; f < sizeof others / sizeof *others; f++) {
+     * an e4m3 code turns with it: sqrt(0.01) * 2^-4 of the whole at the very worst. An e2m1 code
+     * moves it by up to a third of its block's largest, but turns only once in 2^6 such steps. */
+    const double bound = 6e-3;
+    for (size_t f = 0; f < sizeof ways / sizeof *ways; f++) {
         struct kern_weight v[3][EXPERTS];
+        const bool is_own = ways[f].fmt == own_fmt;
         const size_t inner = ctl_num_mark(c);
-        if (others[f] == w[0][0].fmt || w[0][0].k % 32 || w[1][0].k % 32) continue;
-        for (int m = 0; m < 3; m++)
-            for (int j = 0; rc == 0 && j < EXPERTS; j++)
-                rc = encode(c, &w[m][j], others[f], &v[m][j]);
-        if (rc == 0) rc = experts_in(c, v, x, xb, got, &error);
+        double error = 0;
+        char name[32];
+        if (f > 0 && is_own && !ways[f].suffix[0]) continue;
+        if (!is_own && (w[0][0].k % 32 || w[1][0].k % 32)) continue;
+        int rc = experts_as(c, w, ways[f].fmt, x_amax, v);
+        if (rc == 0) rc = experts_in(c, v, ways[f].aq, x, xb, f == 0 ? own : got, &error);
         if (rc < 0) return rc;
-        snprintf(name, sizeof name, "experts.%s", fmt_name(others[f]));
+        snprintf(name, sizeof name, "experts.%s%s", fmt_name(ways[f].fmt), ways[f].suffix);
         ctl_num_row(c, name, error, bound, "relative error of the routed experts' output",
-                    "experts in this format are read right too",
-                    "layer %d, re-encoded here; as a format it moves the output by %.3f", at,
-                    ctl_ref_rel(got, own, (int64_t)R * D));
+                    f == 0 ? "the checkpoint's expert format is read right"
+                           : "experts in this format are read right too",
+                    "layer %d, %s; moves the output by %.3f%s", at,
+                    is_own ? "the checkpoint's own weights" : "re-encoded here",
+                    f == 0 ? 0 : ctl_ref_rel(got, own, (int64_t)R * D),
+                    ways[f].aq == KERN_AQ_NVFP4 && !(w[1][0].input_scale > 0)
+                        ? " (the checkpoint has no input scales; these are made up)"
+                        : "");
         ctl_num_release(c, inner);
     }
     ctl_num_release(c, mark);

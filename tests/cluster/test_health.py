@@ -204,6 +204,36 @@ def test_transport_down(build):
         c.wait_idle()
 
 
+def test_worker_gone_deaf(build):
+    """A worker's data link stops hearing for ever while the worker lives, after it worked for a while or in its first proof, at
+    either end. No greeting is answered; the router has that end make its link anew. Nobody restarts it, nothing is lost or left."""
+    with Cluster(build, router=["--queue-timeout", str(int(90 * harness.SLACK))]) as c:
+        want = ask(c, 5, 20)
+        assert want[0] == 200
+        # decode hears 18 messages in a proof and two a second after it; prefill's second one ends the first half of a proof
+        for victim, nth in ((c.decodes[0], 40), (c.decodes[0], 1), (c.prefills[0], 2)):
+            victim.restart("--fault", "link.jam=%d:fail" % nth)
+            if nth == 40:
+                c.wait_ready()
+                files = victim.descriptors()
+                wait_for("the link is dead", lambda: not c.is_ready(), 60)
+            begin = time.monotonic()
+            waiting = Job(ask, c, 5, 20)
+            victim.wait_log("the data link is new", 60)
+            c.wait_ready(seconds=15)
+            print("     %s, message %d: healed after %.1f s" % (victim.name, nth, time.monotonic() - begin), flush=True)
+            for status, answer in (waiting.result(), ask(c, 5, 20)):
+                assert status == 200 and answer["choices"] == want[1]["choices"], answer
+            assert all(w.alive() for w in c.workers) and victim.metric("worker_relinks_total") == 1
+            assert victim.name + ": told to make its data link anew" in c.router.log()
+            c.wait_idle()
+            if nth == 40:
+                wait_for("descriptors are back", lambda: victim.descriptors() <= files, 10)
+            victim.restart()
+            c.wait_ready()
+        assert c.metric("relinks_asked_total") >= 3 and c.metric("runs_failed_total") == 0
+
+
 if __name__ == "__main__":
     harness.main([test_failing_worker_is_left_out, test_failure_is_no_success, test_hung_engine, test_paused_while_idle,
-                  test_failed_device, test_transport_down], __doc__)
+                  test_failed_device, test_transport_down, test_worker_gone_deaf], __doc__)

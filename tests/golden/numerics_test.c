@@ -369,7 +369,8 @@ static void test_numerics__a_planted_fault_fails_exactly_the_rows_that_fit_it(vo
         {"routed scaling never", wrap_never, "experts.scaling "},
         {"expert scale from the wrong row", wrap_moe, "experts.fp4 "},
         {"experts without their clamp", wrap_clamp,
-         "experts.scaling experts.fp4 experts.nvfp4 experts.fp8 "},
+         "experts.scaling experts.fp4 experts.nvfp4 experts.nvfp4.w4a16 experts.nvfp4.w4a4 "
+         "experts.fp8 "},
         {"mixing in bf16", wrap_collapse, "mhc.collapse "},
         {"mixing transposed", wrap_expand, "mhc.expand "},
     };

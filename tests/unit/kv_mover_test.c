@@ -371,6 +371,100 @@ static void test_kv_mover__peer_that_restarts_is_linked_anew(void **state)
     pair_close(&p, &d);
 }
 
+/* One of the two stops hearing; a new worker at each end, and all is as before, pages included. */
+static void test_kv_mover__relink_heals_a_jam(void **state)
+{
+    (void)state;
+    struct side p, d;
+    size_t before, after;
+    uint8_t old[8192];
+    pair_open(&p, &d);
+    uint8_t *pages = d.pages;
+    const void *address = kv_mover_address(d.m, &before);
+    assert_true(before <= sizeof old);
+    memcpy(old, address, before);
+    struct kv_ticket t = {tow_random_u64(), 1}, u = {tow_random_u64(), 1};
+    expect(&d, t, 3, 1);
+    begin(&p, t, 3, 2);
+    offer(&p, t, 0, 2, false);
+    wait_for(&p, KV_MOVER_PART);
+    assert_int_equal(tow_fault_arm("link.jam", 1, false, TOW_FAULT_FAIL, NULL), 0);
+    wait_for(&p, KV_MOVER_ENDED); /* silent for five heartbeats */
+    assert_int_equal(p.ev.code, TOW_EPEER);
+    wait_for(&p, KV_MOVER_PEER_DOWN);
+    do wait_for(&d, KV_MOVER_ENDED);
+    while (d.ev.cookie != 1);
+    expect(&d, u, 1, 3); /* of no connection yet */
+    assert_int_equal(kv_mover_relink(d.m, 23), 0);
+    wait_for(&d, KV_MOVER_ENDED);
+    assert_int_equal(d.ev.code, TOW_EPEER);
+    assert_true(d.ev.cookie == 3);
+    wait_for(&d, KV_MOVER_RELINKED);
+    assert_int_equal(d.ev.code, 0);
+    assert_int_equal(kv_mover_relink(p.m, 11), 0);
+    wait_for(&p, KV_MOVER_RELINKED);
+    assert_int_equal(p.ev.code, 0);
+    assert_int_equal(tow_fault_fired(), 1);
+    tow_fault_reset();
+    address = kv_mover_address(d.m, &after);
+    assert_false(after == before && memcmp(address, old, after) == 0);
+    struct kv_mover_stats s;
+    kv_mover_stats(p.m, &s);
+    assert_int_equal(s.peers_up, 0);
+    assert_int_equal(s.tickets_live, 0);
+
+    join(&p, &d, "d0", 23);
+    do wait_for(&p, KV_MOVER_PEER_UP);
+    while (p.ev.incarnation != 23);
+    assert_ptr_equal(kv_mover_area(d.m, KV_AREA_PAGES), pages);
+    fill(p.pages, (size_t)PAGES * PAGE, 5);
+    struct kv_send send = {.ticket = t, .peer = "d0", .incarnation = 23, .n_pages = 4};
+    expect(&d, t, 4, 4);
+    assert_int_equal(kv_mover_send(p.m, &send), 0);
+    offer(&p, t, 0, 4, true);
+    wait_for(&p, KV_MOVER_ENDED);
+    assert_int_equal(p.ev.code, 0);
+    wait_for(&d, KV_MOVER_ENDED);
+    assert_int_equal(d.ev.code, 0);
+    for (uint32_t i = 0; i < 4; i++)
+        assert_memory_equal(d.pages + (size_t)(PAGES - 1 - i) * PAGE, p.pages + (size_t)i * PAGE,
+                            PAGE);
+    pair_close(&p, &d);
+}
+
+/* Reads under way when the link is made anew end before their ticket does, and only once. */
+static void test_kv_mover__relink_under_load_ends_each_ticket_once(void **state)
+{
+    (void)state;
+    struct side p, d;
+    pair_open(&p, &d);
+    for (uint64_t round = 0; round < 4; round++) {
+        struct kv_ticket t[4];
+        p.ended = d.ended = 0;
+        for (uint64_t i = 0; i < 4; i++) {
+            t[i] = (struct kv_ticket){tow_random_u64(), 1};
+            expect(&d, t[i], 20, i);
+            struct kv_send s = {
+                .ticket = t[i], .peer = "d0", .incarnation = 22 + round, .n_pages = 20};
+            assert_int_equal(kv_mover_send(p.m, &s), 0);
+            offer(&p, t[i], 0, 20, false);
+        }
+        do next_event(&d);
+        while (d.ev.kind != KV_MOVER_PART);
+        assert_int_equal(kv_mover_relink(d.m, 23 + round), 0);
+        wait_for(&d, KV_MOVER_RELINKED);
+        assert_int_equal(d.ev.code, 0);
+        assert_int_equal(d.ended, 4);
+        join(&p, &d, "d0", 23 + round);
+        do wait_for(&p, KV_MOVER_PEER_UP);
+        while (p.ev.incarnation != 23 + round);
+        assert_int_equal(p.ended, 4);
+        do wait_for(&d, KV_MOVER_PEER_UP);
+        while (d.ev.incarnation != 11);
+    }
+    pair_close(&p, &d);
+}
+
 static void test_kv_mover__failing_places_end_the_ticket_and_nothing_else(void **state)
 {
     (void)state;
@@ -434,6 +528,8 @@ int main(void)
         cmocka_unit_test(test_kv_mover__idle_links_cost_next_to_nothing),
         cmocka_unit_test(test_kv_mover__peers_that_do_not_fit_hear_why),
         cmocka_unit_test(test_kv_mover__peer_that_restarts_is_linked_anew),
+        cmocka_unit_test(test_kv_mover__relink_heals_a_jam),
+        cmocka_unit_test(test_kv_mover__relink_under_load_ends_each_ticket_once),
         cmocka_unit_test(test_kv_mover__failing_places_end_the_ticket_and_nothing_else),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

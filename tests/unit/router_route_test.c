@@ -950,6 +950,99 @@ static void test_route__silence_makes_suspect_then_dead_and_drain_ends(void **st
     teardown(&w);
 }
 
+/* A refuted proof because of silence, as the prefill worker on conn p tells it. */
+static void unanswered(struct world *w, uint64_t p, const char *name, uint64_t incarnation)
+{
+    struct wire_msg m = {.type = WIRE_PAIRED_MSG};
+    m.paired.name = wire_text(name);
+    m.paired.incarnation = incarnation;
+    message(w, p, &m);
+    m = (struct wire_msg){.type = WIRE_UNANSWERED_MSG};
+    m.unanswered.name = wire_text(name);
+    m.unanswered.incarnation = incarnation;
+    w->now += 1000;
+    message(w, p, &m);
+}
+
+static uint64_t told_to_relink(struct world *w)
+{
+    struct rtr_action *a = sent(w, WIRE_RELINK_MSG);
+    assert_true(!a || nth(w, RTR_DO_LOG, 0, 0, 0));
+    assert_null(nth(w, RTR_DO_SEND, WIRE_RELINK_MSG, 0, 1));
+    return a ? a->conn : 0;
+}
+
+static void test_route__worker_that_hears_no_greeting_has_to_relink(void **state)
+{
+    (void)state;
+    struct world w;
+    enum { P2 = 20, D1_NEW = 21 };
+    setup(&w);
+    join_prefill(&w);
+    struct wire_msg m = hello("d1", false, D1, NULL);
+    message(&w, D1, &m);
+    unanswered(&w, P1, "d1", D1);
+    assert_int_equal(told_to_relink(&w), 0);
+    unanswered(&w, P1, "d1", 99); /* another process: nobody's */
+    assert_int_equal(told_to_relink(&w), 0);
+    unanswered(&w, P1, "d1", D1);
+    assert_int_equal(told_to_relink(&w), D1);
+    /* It comes anew and is as deaf: now it is the other one's turn, then nobody's for a while. */
+    event(&w, RTR_ON_CLOSED, D1);
+    m = hello("d1", false, D1_NEW, NULL);
+    message(&w, D1_NEW, &m);
+    assert_non_null(sent(&w, WIRE_PAIR_MSG));
+    unanswered(&w, P1, "d1", D1_NEW);
+    assert_int_equal(told_to_relink(&w), 0);
+    unanswered(&w, P1, "d1", D1_NEW);
+    assert_int_equal(told_to_relink(&w), P1);
+    for (int i = 0; i < 4; i++) {
+        unanswered(&w, P1, "d1", D1_NEW);
+        assert_int_equal(told_to_relink(&w), 0);
+    }
+    w.now += RTR_RELINK_MS;
+    unanswered(&w, P1, "d1", D1_NEW);
+    assert_int_equal(told_to_relink(&w), D1_NEW);
+    struct rtr_route_stats s;
+    rtr_route_stats(w.route, &s);
+    assert_int_equal(s.relinks, 3);
+    teardown(&w);
+
+    /* Who has a proved link hears; who works on something is given more time. */
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    m = hello("d2", false, D2, NULL);
+    message(&w, D2, &m);
+    m = (struct wire_msg){.type = WIRE_HEARTBEAT_MSG};
+    m.heartbeat.state = WIRE_SERVING;
+    m.heartbeat.running = 1;
+    message(&w, D2, &m);
+    for (int i = 1; i < RTR_UNANSWERED_BUSY; i++) {
+        unanswered(&w, P1, "d2", D2);
+        assert_int_equal(told_to_relink(&w), 0);
+    }
+    unanswered(&w, P1, "d2", D2);
+    assert_int_equal(told_to_relink(&w), D2);
+    m = hello("p2", true, P2, NULL);
+    message(&w, P2, &m);
+    unanswered(&w, P2, "d1", D1);
+    unanswered(&w, P2, "d1", D1);
+    assert_int_equal(told_to_relink(&w), P2);
+    w.now += RTR_RELINK_MS;
+    paired(&w, "d2", D2);
+    m = (struct wire_msg){.type = WIRE_PAIRED_MSG};
+    m.paired.name = wire_text("d2");
+    m.paired.incarnation = D2;
+    m.paired.ok = 1;
+    message(&w, P2, &m);
+    for (int i = 0; i < 9; i++) { /* both hear others: the way between them is the fault */
+        unanswered(&w, P2, "d1", D1);
+        assert_int_equal(told_to_relink(&w), 0);
+    }
+    teardown(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -970,6 +1063,7 @@ int main(void)
         cmocka_unit_test(test_route__rows_nobody_asked_for_are_dropped),
         cmocka_unit_test(test_route__shadow_keys_take_twice_the_pages),
         cmocka_unit_test(test_route__gap_in_the_tokens_goes_elsewhere),
+        cmocka_unit_test(test_route__worker_that_hears_no_greeting_has_to_relink),
         cmocka_unit_test(test_route__silence_makes_suspect_then_dead_and_drain_ends),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
