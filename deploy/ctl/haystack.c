@@ -442,7 +442,7 @@ static int grow(struct ctl_hay *h, uint32_t n, struct tow_err *err)
     struct tow_buf b;
     tow_buf_init(&b, MAX_UNIT);
     int rc = 0;
-    for (; rc == 0 && h->n < n; h->n++) {
+    while (rc == 0 && h->n < n) {
         struct ctl_rng r = rng_of(h->seed, "unit", h->n);
         int tries = 0;
         do {
@@ -455,7 +455,7 @@ static int grow(struct ctl_hay *h, uint32_t n, struct tow_err *err)
         if (!more || tow_buf_failed(&b) || tow_buf_failed(&h->units) || tries == REDRAWS)
             rc = tow_fail(err, TOW_ENOMEM, "haystack: no memory for %u units", n);
         else
-            h->ends[h->n] = (uint32_t)h->units.len;
+            h->ends[h->n++] = (uint32_t)h->units.len;
     }
     tow_buf_fini(&b);
     return rc;
@@ -517,7 +517,7 @@ int ctl_hay_put(struct ctl_hay *h, uint32_t n_units, uint32_t n_pad, int depth, 
 {
     int rc = grow(h, n_units, err);
     if (rc < 0) return rc;
-    struct inserted in[CTL_MAX_DECOYS + 1];
+    struct inserted in[CTL_MAX_DECOYS + 1] = {0};
     const int n = draw_inserted(h, n_units, depth, in);
     struct ctl_rng r = rng_of(h->seed, "stamp", 0);
     size_t at = 0, end = n_units ? h->ends[n_units - 1] : 0;
