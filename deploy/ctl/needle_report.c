@@ -369,8 +369,8 @@ static void count_panel(void *ctx, const struct ctl_report *r, const struct pane
 
 static void svg_legend(struct tow_buf *out, int y)
 {
-    static const char *const names[SHADES] = {"none found", "", "some", "", "all found"};
-    static const int steps[SHADES] = {104, 26, 72, 26, 0};
+    static const char *const names[SHADES] = {"none found", "", "", "some", "all found"};
+    static const int steps[SHADES] = {104, 26, 26, 72, 0};
     int x = GAP;
     for (int i = 0; i < SHADES; i++) {
         tow_buf_printf(out,
