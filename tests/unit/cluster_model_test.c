@@ -194,6 +194,7 @@ struct move {
     uint64_t prompt; /* the sender's, as of its first offer */
     uint32_t first, position;
     uint64_t d_progress, p_progress;
+    uint32_t lost_cancels;
 };
 
 struct client {
@@ -429,6 +430,12 @@ static struct move *find_move(struct wire_ticket t)
     return NULL;
 }
 
+/* No memory, a full queue: now and then, but not for ever. */
+static bool loses_cancel(struct move *m)
+{
+    return below(4) == 0 && m->lost_cancels++ < 5;
+}
+
 static uint32_t move_id(const struct move *m)
 {
     return (uint32_t)(m - g_moves);
@@ -615,8 +622,9 @@ static void do_prefill(uint32_t i, struct pre_actions *acts)
             if (!m->d_live || m->d_closing) end_p(m, TOW_EPEER, below(50));
             break;
         case PRE_DO_CANCEL_MOVE:
-            if (below(4) == 0) break; /* lost: no memory, a full queue */
-            end_p(find_move(a->ticket), a->code, below(50));
+            m = find_move(a->ticket);
+            if (loses_cancel(m)) break;
+            end_p(m, a->code, below(50));
             break;
         case PRE_DO_TOUCH:
             m = find_move(a->ticket);
@@ -694,7 +702,8 @@ static void do_decode(uint32_t i, struct dec_actions *acts)
             memcpy(m->to, a->seq->table.ids, a->n * sizeof *m->to);
             break;
         case DEC_DO_CANCEL_MOVE:
-            if (below(4)) end_d(find_move(a->ticket), a->code, below(50));
+            m = find_move(a->ticket);
+            if (!loses_cancel(m)) end_d(m, a->code, below(50));
             break;
         case DEC_DO_STEP:
             CHECK(!n->stepping, "two steps at once");
