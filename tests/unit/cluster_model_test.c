@@ -901,7 +901,9 @@ static void fault(void)
     switch (below(8)) {
     case 0:
     case 1: kill_node(i); break;
-    case 2: n->stopped_until = g_now + between(100, 15000); break;
+    case 2: /* one that stands already is not woken early: what waits has its time already */
+        if (n->stopped_until <= g_now) n->stopped_until = g_now + between(100, 15000);
+        break;
     case 3: close_connection(n->conn); break;
     case 4:
         if (n->prefill)
