@@ -334,11 +334,11 @@ int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
     bool mixed = !j.tiles && kern_gemv_mixed(&p->w1[0]) && p->aq != KERN_AQ_NVFP4;
     j.x = kern_scratch(s, KERN_SLOT_ROWS, (size_t)((1 + mixed) * rows * j.dl) * 4);
     j.y = kern_scratch(s, KERN_SLOT_OP, (size_t)(pairs * j.il) * 4);
-    j.pairs = kern_scratch(s, KERN_SLOT_OP2, lists);
-    if ((!j.tiles && !j.panel) || !j.x || !j.y || !j.pairs) return TOW_ENOMEM;
+    j.groups = kern_scratch(s, KERN_SLOT_OP2, lists); /* first: they hold 64-bit numbers */
+    if ((!j.tiles && !j.panel) || !j.x || !j.y || !j.groups) return TOW_ENOMEM;
     j.x_small = mixed ? j.x + rows * j.dl : NULL;
-    j.groups = (struct group *)(j.pairs + pairs);
-    int32_t *count = (int32_t *)(j.groups + p->E);
+    j.pairs = (struct pair *)(j.groups + p->E);
+    int32_t *count = (int32_t *)(j.pairs + pairs);
     for (j.t0 = 0; j.t0 < p->T; j.t0 += BLOCK_ROWS) {
         j.n_rows = (int32_t)(p->T - j.t0 < BLOCK_ROWS ? p->T - j.t0 : BLOCK_ROWS);
         sort_pairs(&j, count);
