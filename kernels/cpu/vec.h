@@ -19,8 +19,8 @@
 
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #define KERN_ISA_AVX512 1
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__)
-#define KERN_ISA_AMX    1 /* AVX-512 and, for products, the matrix unit (gemm/amx_cpu.h) */
+#if defined(KERN_BUILD_AMX) /* the Makefile; compilers name these features differently */
+#define KERN_ISA_AMX    1   /* AVX-512 and, for products, the matrix unit (gemm/amx_cpu.h) */
 #define KERN_ISA_SUFFIX _amx
 #else
 #define KERN_ISA_SUFFIX _avx512
