@@ -591,20 +591,22 @@ static uint64_t times_few(const struct kern_weight *w, int64_t n, int64_t nb, co
     }
 }
 
+_Static_assert(KERN_AMX_PART / KERN_AMX_ROWS <= 64, "a bit for each panel of a call");
+
 void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb,
                               const uint32_t *packed, int64_t T, float *c, int64_t ld_c,
                               void *scratch)
 {
     uint16_t *panel = (uint16_t *)((uint8_t *)scratch + kern_amx_scratch_bytes(w->k, true));
-    uint64_t todo = ~(uint64_t)0; /* bit per panel; KERN_AMX_PART rows are few enough */
+    uint64_t left = ~(uint64_t)0; /* bit per panel not stored yet; a call has at most sixteen */
     bool again = T <= KERN_AMX_COLS;
     configure(kern_amx_cols(T));
-    if (again) todo = times_few(w, n, nb, packed, T, c, ld_c, scratch);
-    for (int64_t j = 0; j * KERN_AMX_ROWS < nb && todo != 0; j++) {
+    if (again) left = times_few(w, n, nb, packed, T, c, ld_c, scratch);
+    for (int64_t j = 0; j * KERN_AMX_ROWS < nb && left != 0; j++) {
         struct panel p;
         int64_t from = j * KERN_AMX_ROWS,
                 rows = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
-        if (!(todo >> j & 1)) continue;
+        if (!(left >> j & 1)) continue;
         p.last = from + rows == nb;
         p.by_value = !panel_open(&p, w, n + from, rows, scratch) || again;
         if (times(&p, rows, packed, T, c + from, ld_c, panel)) continue;

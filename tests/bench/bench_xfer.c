@@ -309,13 +309,14 @@ static void serve(struct end *e)
 /* ucx_perftest's overall bandwidth in MB/s (10^6), 0 when it cannot be had. */
 static double perftest(const char *tls, const char *test, size_t bytes)
 {
-    char line[400];
+    char line[700];
     int port = 20000 + (int)(tow_random_u64() % 20000);
     snprintf(line, sizeof line,
              "export UCX_TLS=%s UCX_TCP_SNDBUF=4M UCX_TCP_RCVBUF=4M UCX_WARN_UNUSED_ENV_VARS=n;"
-             " ucx_perftest -p %d >/dev/null 2>&1 & s=$!; sleep 0.3;"
-             " ucx_perftest 127.0.0.1 -p %d -t %s -s %zu -n %u -w 10 -f -v 2>/dev/null"
-             " | tail -n 1; kill $s 2>/dev/null; wait",
+             " ucx_perftest -p %d >/dev/null 2>&1 & s=$!; i=0;" /* asked again until it listens */
+             " until o=$(ucx_perftest 127.0.0.1 -p %d -t %s -s %zu -n %u -w 10 -f -v 2>/dev/null)"
+             " || [ $i -ge 100 ] || ! kill -0 $s; do i=$((i+1)); sleep 0.1; done;"
+             " echo \"$o\" | tail -n 1; kill $s 2>/dev/null; wait",
              tls, port, port, test, bytes, moves_of(bytes));
     FILE *f = popen(line, "r");
     double overall = 0;
