@@ -52,12 +52,19 @@ LDFLAGS += $(filter -fsanitize=%,$(CFLAGS_$(VARIANT)))
 # --- CUDA -------------------------------------------------------------------------------------
 NVCC ?= $(firstword $(wildcard $(CUDA_HOME)/bin/nvcc) $(shell command -v nvcc 2>/dev/null))
 CUDA ?= $(if $(NVCC),1,0)
-NVCCFLAGS := -O3 -lineinfo -std=c++17 -I. -Xcompiler -Wall \
-             -gencode arch=compute_90a,code=sm_90a -gencode arch=compute_120a,code=sm_120a
-CU_SRC := $(if $(filter 1,$(CUDA)),$(shell find kernels -name '*.cu' 2>/dev/null))
+# Sums must not depend on what the compiler contracts, as above. CUDA_ARCH=90a compiles one of them only.
+CUDA_ARCH ?= 90a 120a
+NVCCFLAGS := -O3 -lineinfo -std=c++17 --fmad=false -I. -Xcompiler -Wall,-Wno-unknown-pragmas \
+             $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a),code=sm_$(a))
+ifeq ($(WERROR),1)
+NVCCFLAGS += -Werror all-warnings
+endif
+# Sanitizers and fuzzers know nothing of the device; they run the CPU's half.
+CU_SRC := $(if $(filter release,$(VARIANT)),$(if $(filter 1,$(CUDA)),$(shell find kernels -name '*.cu' 2>/dev/null | LC_ALL=C sort)))
 ifneq ($(CU_SRC),)
 CFLAGS    += -DTOW_CUDA=1
-LIBS_CUDA := -L$(dir $(NVCC))../lib64 -lcudart -lcublasLt -lstdc++
+# The static run time: a program built with CUDA starts where there is none.
+LIBS_CUDA := -L$(dir $(NVCC))../lib64 -lcudart_static -lstdc++ -ldl -lrt
 endif
 
 # --- sources: one static library per layer ----------------------------------------------------

@@ -2,13 +2,16 @@
  *
  * Why      The model is written once against struct kern_ops;
  *          this opens the back end that fills it.
- * Threads  A stream is driven by one thread (the engine thread). On the CPU it owns a team of
- *          workers that run an op's parts and are back at its end;
- *          every op is finished when it returns.
+ * Threads  A device and its stream are driven by one thread (the engine thread). On the CPU a stream
+ *          owns a team of workers that run an op's parts and are back at its end: every op is
+ *          finished when it returns. On CUDA an op is enqueued; kern_stream_sync() waits.
+ * Memory   Ops read and write device memory, but for what ops.h calls host arrays: struct kern_seq and
+ *          the tables of pages it points to, arrays of struct kern_weight, and layouts.
  */
 #ifndef KERN_DEV_H
 #define KERN_DEV_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -16,21 +19,45 @@ struct tow_err;
 struct kern_dev;
 struct kern_stream;
 struct kern_ops;
+struct kern_seq;
+struct kern_weight;
 
-/* spec "cpu"; n_threads 0 = all cores allowed to the process (at most 256). */
+/* spec "cpu" or "cuda:N"; n_threads (CPU only) 0 = all cores allowed to the process (at most 256).
+ * TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err);
-void kern_dev_close(struct kern_dev *dev);
+void kern_dev_close(struct kern_dev *dev); /* NULL is fine */
 
 const struct kern_ops *kern_dev_ops(const struct kern_dev *dev);
 struct kern_stream *kern_dev_stream(struct kern_dev *dev);
-int kern_dev_threads(const struct kern_dev *dev);
-const char *kern_dev_isa(const struct kern_dev *dev); /* "amx", "avx512", "avx2", "c" */
+int kern_dev_threads(const struct kern_dev *dev);      /* CUDA: 1 */
+const char *kern_dev_isa(const struct kern_dev *dev);  /* "amx" "avx512" "avx2" "c"; "sm_90" ... */
+bool kern_dev_host_memory(const struct kern_dev *dev); /* the CPU may read and write it directly */
 
-/* 64-byte aligned device memory, zeroed. NULL when there is none. */
+/* Device memory, 64-byte aligned (CUDA: 256), zeroed. NULL when there is none. */
 void *kern_dev_alloc(struct kern_dev *dev, size_t bytes);
 void kern_dev_free(struct kern_dev *dev, void *p);
 
+/* Weights as this device's ops read them. w[0 .. n-1], all [w->n, w->k] of one format, are copied to
+ * the device in a form of its own, and w points there afterwards; an op that takes several (moe) finds
+ * them by the array placed. On the CPU they stay where they are, in any alignment. What was placed is
+ * freed with the device, or by unplace(w[0].data). TOW_ENOMEM, TOW_EDEVICE. */
+int kern_dev_place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err);
+/* The same for plain bytes (norm vectors, biases, tables): where they are now; NULL: no memory. */
+const void *kern_dev_place_bytes(struct kern_dev *dev, const void *host, size_t bytes);
+void kern_dev_unplace(struct kern_dev *dev, const void *placed);
+
 /* Waits for everything enqueued; 0 or TOW_EDEVICE. */
 int kern_stream_sync(struct kern_stream *s);
+
+/* Copies in the order of the stream. write: host to device; src may be changed at once. read: device to
+ * host; waits. copy: device to device. 0 or TOW_EDEVICE. */
+int kern_stream_write(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+int kern_stream_read(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+
+/* Announces the sequences of the pass that begins, so that each op with this very array finds them on
+ * the device already; n_seqs 0 ends it, and the array must not change before. Ops given another array
+ * send it themselves and wait. */
+int kern_stream_batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs);
 
 #endif

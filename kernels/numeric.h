@@ -12,13 +12,20 @@
 #include <stdint.h>
 #include <string.h>
 
-static inline uint32_t kern_bits(float x)
+/* nvcc makes them for the device too. */
+#ifdef __CUDACC__
+#define KERN_FN static inline __host__ __device__ __attribute__((unused))
+#else
+#define KERN_FN static inline
+#endif
+
+KERN_FN uint32_t kern_bits(float x)
 {
     uint32_t u;
     memcpy(&u, &x, 4);
     return u;
 }
-static inline float kern_float(uint32_t u)
+KERN_FN float kern_float(uint32_t u)
 {
     float x;
     memcpy(&x, &u, 4);
@@ -26,17 +33,17 @@ static inline float kern_float(uint32_t u)
 }
 
 /* --- bf16 */
-static inline float kern_bf16_decode(uint16_t b)
+KERN_FN float kern_bf16_decode(uint16_t b)
 {
     return kern_float((uint32_t)b << 16);
 }
-static inline uint16_t kern_bf16_encode(float x)
+KERN_FN uint16_t kern_bf16_encode(float x)
 {
     uint32_t u = kern_bits(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
     return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
-static inline float kern_bf16_round(float x)
+KERN_FN float kern_bf16_round(float x)
 {
     return kern_bf16_decode(kern_bf16_encode(x));
 }
@@ -47,7 +54,7 @@ static inline float kern_e4m3_decode(uint8_t c)
 {
     return kern_e4m3_value[c];
 }
-static inline uint8_t kern_e4m3_encode(float x)
+KERN_FN uint8_t kern_e4m3_encode(float x)
 {
     uint32_t u = kern_bits(x), sign = (u >> 24) & 0x80u;
     float a = kern_float(u & 0x7fffffffu);
@@ -66,7 +73,7 @@ static inline float kern_e2m1_decode(uint8_t c)
 {
     return kern_e2m1_value[c & 15];
 }
-static inline uint8_t kern_e2m1_encode(float x)
+KERN_FN uint8_t kern_e2m1_encode(float x)
 {
     uint32_t u = kern_bits(x), sign = (u >> 28) & 8u;
     float a = kern_float(u & 0x7fffffffu);
@@ -77,19 +84,19 @@ static inline uint8_t kern_e2m1_encode(float x)
     return (uint8_t)(sign | ((v >> 22) - (126u << 1)));
 }
 /* Nibble i of a packed row; even index in the low half. */
-static inline uint8_t kern_nibble(const uint8_t *row, int64_t i)
+KERN_FN uint8_t kern_nibble(const uint8_t *row, int64_t i)
 {
     return (uint8_t)((row[i >> 1] >> ((i & 1) * 4)) & 15);
 }
 
 /* --- ue8m0: byte b is 2^(b-127); 255 is NaN */
-static inline float kern_ue8m0_decode(uint8_t b)
+KERN_FN float kern_ue8m0_decode(uint8_t b)
 {
     if (b == 255) return kern_float(0x7fc00000u);
     return kern_float(b ? (uint32_t)b << 23 : 0x400000u);
 }
 /* 2^(127-b): what a value is multiplied with before it is rounded to the element format. */
-static inline float kern_ue8m0_inverse(uint8_t b)
+KERN_FN float kern_ue8m0_inverse(uint8_t b)
 {
     return kern_ue8m0_decode((uint8_t)(254 - b));
 }
@@ -97,7 +104,7 @@ static inline float kern_ue8m0_inverse(uint8_t b)
 /* Code of the smallest power of two >= x, for x >= 0: exponent, plus one if any mantissa bit is
  * set. Kept within 0 .. 254, so that an infinite maximum saturates instead of turning a block into
  * NaN. */
-static inline uint8_t kern_pow2_ceil_code(float x)
+KERN_FN uint8_t kern_pow2_ceil_code(float x)
 {
     uint32_t u = kern_bits(x);
     uint32_t e = ((u >> 23) & 255u) + ((u & 0x7fffffu) != 0);
@@ -107,12 +114,12 @@ static inline uint8_t kern_pow2_ceil_code(float x)
 /* Scale codes from a block's largest magnitude. The product with 1/top is in f32 on purpose. */
 #define KERN_E4M3_AMAX_FLOOR 1e-4f
 #define KERN_E2M1_AMAX_FLOOR 0x1.8p-124f /* 6 * 2^-126 */
-static inline uint8_t kern_e4m3_scale_code(float amax)
+KERN_FN uint8_t kern_e4m3_scale_code(float amax)
 {
     return kern_pow2_ceil_code((amax > KERN_E4M3_AMAX_FLOOR ? amax : KERN_E4M3_AMAX_FLOOR) *
                                (1.0f / 448.0f));
 }
-static inline uint8_t kern_e2m1_scale_code(float amax)
+KERN_FN uint8_t kern_e2m1_scale_code(float amax)
 {
     return kern_pow2_ceil_code((amax > KERN_E2M1_AMAX_FLOOR ? amax : KERN_E2M1_AMAX_FLOOR) *
                                (1.0f / 6.0f));

@@ -68,6 +68,6 @@ enum tow_scope tow_err_scope(int code); /* PROCESS when unknown */
 
 /* Guards our own invariants, in release builds too. Foreign bytes never reach one. */
 #define tow_assert(cond) ((cond) ? (void)0 : tow_assert_failed(#cond, __FILE__, __LINE__))
-_Noreturn void tow_assert_failed(const char *cond, const char *file, int line);
+__attribute__((noreturn)) void tow_assert_failed(const char *cond, const char *file, int line);
 
 #endif

@@ -9,6 +9,7 @@
 #include "kernels/cpu/team.h"
 
 #include "common/base/err.h"
+#include "kernels/dev_impl.h"
 #include "kernels/ops.h"
 
 #include <pthread.h>
@@ -26,6 +27,7 @@
 enum { MAX_THREADS = 256, SPIN_ROUNDS = 200 };
 
 struct kern_stream {
+    struct kern_head head; /* first */
     enum kern_cpu_isa isa;
     int n_threads;
     pthread_t threads[MAX_THREADS];
@@ -50,6 +52,7 @@ struct kern_stream {
 };
 
 struct kern_dev {
+    struct kern_head head; /* first */
     struct kern_stream stream;
 };
 
@@ -264,6 +267,90 @@ static void stop_team(struct kern_stream *s)
     pthread_mutex_destroy(&s->lock);
 }
 
+/* --- the back end */
+
+static void close_cpu(struct kern_dev *dev)
+{
+    stop_team(&dev->stream);
+    free(dev);
+}
+static struct kern_stream *stream_of(struct kern_dev *dev)
+{
+    return &dev->stream;
+}
+static int threads_of(const struct kern_dev *dev)
+{
+    return dev->stream.n_threads;
+}
+static const char *isa_of(const struct kern_dev *dev)
+{
+    static const char *const names[KERN_CPU_N_ISA] = {"c", "avx2", "avx512", "amx"};
+    return names[dev->stream.isa];
+}
+
+static void *alloc_host(struct kern_dev *dev, size_t bytes)
+{
+    (void)dev;
+    if (bytes > SIZE_MAX - 63) return NULL;
+    size_t room = (bytes + 63) & ~(size_t)63;
+    void *p = aligned_alloc(64, room ? room : 64);
+    if (p) memset(p, 0, room ? room : 64);
+    return p;
+}
+static void free_host(struct kern_dev *dev, void *p)
+{
+    (void)dev;
+    free(p);
+}
+
+static int copy(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    (void)s;
+    if (bytes) memcpy(dst, src, bytes);
+    return 0;
+}
+static int sync_none(struct kern_stream *s)
+{
+    (void)s;
+    return 0;
+}
+static int batch_none(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
+{
+    (void)s, (void)seqs, (void)n_seqs;
+    return 0;
+}
+static int place_none(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
+{
+    (void)dev, (void)w, (void)n, (void)err;
+    return 0;
+}
+static const void *place_bytes_none(struct kern_dev *dev, const void *host, size_t bytes)
+{
+    (void)dev, (void)bytes;
+    return host;
+}
+static void unplace_none(struct kern_dev *dev, const void *placed)
+{
+    (void)dev, (void)placed;
+}
+
+static const struct kern_backend cpu_backend = {.ops = &kern_cpu,
+                                                .host_memory = true,
+                                                .close = close_cpu,
+                                                .stream = stream_of,
+                                                .threads = threads_of,
+                                                .isa = isa_of,
+                                                .alloc = alloc_host,
+                                                .free = free_host,
+                                                .sync = sync_none,
+                                                .write = copy,
+                                                .read = copy,
+                                                .copy = copy,
+                                                .batch = batch_none,
+                                                .place = place_none,
+                                                .place_bytes = place_bytes_none,
+                                                .unplace = unplace_none};
+
 int kern_dev_open_cpu(struct kern_dev **out, int n_threads, enum kern_cpu_isa isa,
                       struct tow_err *err)
 {
@@ -279,6 +366,7 @@ int kern_dev_open_cpu(struct kern_dev **out, int n_threads, enum kern_cpu_isa is
     struct kern_dev *dev = calloc(1, sizeof *dev);
     if (!dev) return tow_fail(err, TOW_ENOMEM, "no memory for the cpu device");
     struct kern_stream *s = &dev->stream;
+    dev->head.backend = s->head.backend = &cpu_backend;
     s->isa = isa;
     s->n_threads = n_threads;
     pthread_mutex_init(&s->lock, NULL);
@@ -300,59 +388,5 @@ int kern_dev_open_cpu(struct kern_dev **out, int n_threads, enum kern_cpu_isa is
         s->n_started++;
     }
     *out = dev;
-    return 0;
-}
-
-int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err)
-{
-    if (strcmp(spec, "cpu") != 0)
-        return tow_fail(err, TOW_EINVAL, "device \"%s\"; this build knows \"cpu\"", spec);
-    return kern_dev_open_cpu(out, n_threads, kern_cpu_best_isa(), err);
-}
-
-void kern_dev_close(struct kern_dev *dev)
-{
-    if (!dev) return;
-    stop_team(&dev->stream);
-    free(dev);
-}
-
-const struct kern_ops *kern_dev_ops(const struct kern_dev *dev)
-{
-    (void)dev;
-    return &kern_cpu;
-}
-struct kern_stream *kern_dev_stream(struct kern_dev *dev)
-{
-    return &dev->stream;
-}
-int kern_dev_threads(const struct kern_dev *dev)
-{
-    return dev->stream.n_threads;
-}
-const char *kern_dev_isa(const struct kern_dev *dev)
-{
-    static const char *const names[KERN_CPU_N_ISA] = {"c", "avx2", "avx512", "amx"};
-    return names[dev->stream.isa];
-}
-
-void *kern_dev_alloc(struct kern_dev *dev, size_t bytes)
-{
-    (void)dev;
-    if (bytes > SIZE_MAX - 63) return NULL;
-    size_t room = (bytes + 63) & ~(size_t)63;
-    void *p = aligned_alloc(64, room ? room : 64);
-    if (p) memset(p, 0, room ? room : 64);
-    return p;
-}
-void kern_dev_free(struct kern_dev *dev, void *p)
-{
-    (void)dev;
-    free(p);
-}
-
-int kern_stream_sync(struct kern_stream *s)
-{
-    (void)s;
     return 0;
 }

@@ -1,0 +1,102 @@
+/* kernels/cuda/cuda.cuh - what every CUDA op stands on: the stream, scratch, sequences and placed
+ * weights on the device, and how a launch ends.
+ *
+ * Why      Ops come with host arrays of sequences and weights; here is where their copies are found.
+ * Rules    An op is `extern "C" int kern_<op>_cuda(struct kern_stream *s, const struct kern_<op> *p)`;
+ *          its contract was checked before, T > 0 holds where the op has T. It enqueues on s->cu,
+ *          never waits for the device (batch metadata of a foreign array apart) and ends with
+ *          `return cuda_done(s, "<op>")`.
+ *          The shape of a launch depends on T, n_seqs and sizes that do not change while a model is
+ *          open, never on a sequence's length or position: those are read on the device, so that a
+ *          captured graph can be launched again for other positions.
+ *          A row's result depends on that row alone: no order of a sum depends on T, n_seqs or the
+ *          grid.
+ * Build    --fmad=false: a fused operation is written fmaf(), as on the CPU. Every kernel compiles for
+ *          sm_90a and sm_120a (99 KiB of shared memory a block, no wgmma, no clusters there).
+ */
+#ifndef KERN_CUDA_CUH
+#define KERN_CUDA_CUH
+
+extern "C" {
+#include "common/base/err.h"
+#include "kernels/dev_impl.h"
+#include "kernels/kv_layout.h"
+#include "kernels/ops.h"
+#include "kernels/types.h"
+}
+#include <cuda_runtime.h>
+
+/* A sequence of the batch, on the device. */
+struct cuda_seq {
+    int64_t pos0;
+    const uint32_t *page_ids; /* device */
+    uint8_t *tail;            /* device */
+    int32_t row0, n_rows;
+    int32_t topk;
+    int32_t page_step; /* 2 where each page is followed by its companion, else 1 */
+};
+/* The sequences of a pass. */
+struct cuda_batch {
+    const struct cuda_seq *seqs; /* device [n_seqs] */
+    const int32_t *row_seq;      /* device [T]: the sequence of a row */
+    int32_t n_seqs, T;
+};
+
+/* One weight of a placed array, on the device. */
+struct cuda_weight {
+    const uint8_t *data, *scale; /* as kern_weight, but aligned, see kern_dev_place in dev.cu */
+    float scale2, input_scale;
+};
+
+enum cuda_slot { /* scratch; an op that calls another's helper uses slots of its own */
+                 CUDA_SLOT_ROWS, /* quantized or widened activation rows of products */
+                 CUDA_SLOT_OP,   /* of the op itself */
+                 CUDA_SLOT_OP2,
+                 CUDA_SLOT_OP3,
+                 CUDA_SLOT_SPLIT, /* partial results of split sums */
+                 CUDA_N_SLOTS
+};
+
+struct cuda_own; /* dev.cu's */
+struct kern_stream {
+    struct kern_head head; /* first */
+    cudaStream_t cu;
+    int n_sm;       /* multiprocessors */
+    int arch;       /* 90 or 120: major * 10 + minor, rounded down to what was compiled */
+    int max_shared; /* bytes of shared memory a block may ask for */
+    struct cuda_own *own;
+};
+
+/* Device scratch of one slot, 256-byte aligned, kept and grown between calls, contents undefined; NULL
+ * (and an error kept for cuda_done) when there is none. Growing waits for the stream. */
+void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes);
+
+/* The batch of this array of sequences, on the device until the next op. TOW_ENOMEM, TOW_EDEVICE. */
+int cuda_batch_of(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs,
+                  struct cuda_batch *out);
+
+/* Device table [n] of an array placed by kern_dev_place(); NULL: it was not. */
+const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct kern_weight *w);
+
+/* A host array [n] of bytes to the device, until the next call of this function; NULL: no memory.
+ * For small arguments such as a list of rows. */
+const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes);
+
+/* 0, or TOW_EDEVICE or TOW_ENOMEM for anything that has failed on this stream; says so once. */
+int cuda_done(struct kern_stream *s, const char *op);
+
+/* Raises a kernel's limit of dynamic shared memory once; call before its launch. */
+#define CUDA_SHARED(kernel, bytes)                                                                 \
+    do {                                                                                           \
+        static bool raised_;                                                                       \
+        if (!raised_)                                                                              \
+            raised_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,    \
+                                           (int)(bytes)) == cudaSuccess;                           \
+    } while (0)
+
+static inline int64_t cuda_ceil(int64_t a, int64_t b)
+{
+    return (a + b - 1) / b;
+}
+
+#endif

@@ -1,0 +1,480 @@
+/* kernels/cuda/dev.cu - the CUDA device: memory, stream, staging, placed weights, batch metadata.
+ *
+ * A pass announces its sequences once (kern_stream_batch): they, their tables of pages and the map
+ * from rows to sequences go to one device buffer through pinned memory, and every op of the pass finds
+ * them there. An op with another array (tests, audits, ranks of one row) sends it itself, through a
+ * second buffer, and waits before it reuses that. Sending with every op was rejected: a layer has
+ * five such ops, and a graph may not copy from memory that changes.
+ *
+ * Staging is a ring of pinned memory: a write copies there and enqueues the transfer; when the ring
+ * is full it waits for the stream. So kern_stream_write() returns with its source free.
+ */
+#include "kernels/cuda/cuda.cuh"
+
+extern "C" {
+#include "kernels/cuda/table.h"
+}
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { STAGING_BYTES = 8 << 20, ALIGN = 256 };
+
+/* Device memory with a host side of pinned memory, that grows. */
+struct cuda_mirror {
+    uint8_t *dev, *pinned;
+    size_t room;
+};
+
+struct placed {
+    const struct kern_weight *key; /* array placed; NULL: bytes */
+    void *mem;                     /* owned */
+    struct cuda_weight *table;     /* owned, in mem: device [n] */
+    int32_t n;
+};
+
+struct cuda_own {
+    struct {
+        void *mem;
+        size_t bytes;
+    } slot[CUDA_N_SLOTS];
+    struct cuda_mirror announced, foreign, small;
+    struct cuda_batch batch;     /* of announced */
+    const struct kern_seq *seqs; /* host array announced, or NULL */
+    uint8_t *staging;            /* pinned, owned */
+    size_t staged;
+    struct placed *placed; /* owned [n_placed] */
+    size_t n_placed, room_placed;
+    int rc; /* sticky */
+    char what[256];
+};
+
+struct kern_dev {
+    struct kern_head head; /* first */
+    struct kern_stream stream;
+    struct cuda_own own;
+    int number;
+    char isa[16];
+};
+
+static size_t align_up(size_t n)
+{
+    return (n + ALIGN - 1) & ~(size_t)(ALIGN - 1);
+}
+
+/* Keeps the first failure of a stream. */
+static int keep(struct kern_stream *s, int rc, const char *what, cudaError_t e)
+{
+    if (s->own->rc == 0) {
+        s->own->rc = rc;
+        snprintf(s->own->what, sizeof s->own->what, "%s: %s", what, cudaGetErrorString(e));
+        fprintf(stderr, "cuda: %s\n", s->own->what);
+    }
+    return s->own->rc;
+}
+static int checked(struct kern_stream *s, const char *what, cudaError_t e)
+{
+    return e == cudaSuccess
+               ? s->own->rc
+               : keep(s, e == cudaErrorMemoryAllocation ? TOW_ENOMEM : TOW_EDEVICE, what, e);
+}
+
+int cuda_done(struct kern_stream *s, const char *op)
+{
+    return checked(s, op, cudaGetLastError());
+}
+
+void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes)
+{
+    struct cuda_own *o = s->own;
+    if (bytes <= o->slot[slot].bytes) return o->slot[slot].mem;
+    size_t room = align_up(bytes + bytes / 4);
+    if (o->slot[slot].mem) {
+        if (checked(s, "scratch", cudaStreamSynchronize(s->cu)) < 0) return NULL;
+        cudaFree(o->slot[slot].mem);
+    }
+    o->slot[slot].bytes = 0;
+    o->slot[slot].mem = NULL;
+    if (checked(s, "scratch", cudaMalloc(&o->slot[slot].mem, room)) < 0) return NULL;
+    o->slot[slot].bytes = room;
+    return o->slot[slot].mem;
+}
+
+/* ------------------------------------------------------------------ batch metadata */
+
+static int mirror_grow(struct kern_stream *s, struct cuda_mirror *m, size_t bytes)
+{
+    if (bytes <= m->room) return s->own->rc;
+    size_t room = align_up(bytes * 2);
+    if (checked(s, "metadata", cudaStreamSynchronize(s->cu)) < 0) return s->own->rc;
+    cudaFree(m->dev);
+    cudaFreeHost(m->pinned);
+    m->dev = m->pinned = NULL;
+    m->room = 0;
+    if (checked(s, "metadata", cudaMalloc((void **)&m->dev, room)) < 0 ||
+        checked(s, "metadata", cudaMallocHost((void **)&m->pinned, room)) < 0)
+        return s->own->rc;
+    m->room = room;
+    return 0;
+}
+static void mirror_free(struct cuda_mirror *m)
+{
+    cudaFree(m->dev);
+    cudaFreeHost(m->pinned);
+}
+
+/* seqs to m; the stream must be past the last transfer from m. */
+static int send_batch(struct kern_stream *s, struct cuda_mirror *m, const struct kern_seq *seqs,
+                      int32_t n_seqs, struct cuda_batch *out)
+{
+    size_t n_ids = 0;
+    int32_t T = 0;
+    for (int32_t i = 0; i < n_seqs; i++) {
+        n_ids += (size_t)(seqs[i].n_pages > 0 ? seqs[i].n_pages : 0);
+        if (seqs[i].row0 + seqs[i].n_rows > T) T = seqs[i].row0 + seqs[i].n_rows;
+    }
+    const size_t rows_at = align_up((size_t)n_seqs * sizeof(struct cuda_seq));
+    const size_t ids_at = rows_at + align_up((size_t)T * sizeof(int32_t));
+    const size_t bytes = ids_at + n_ids * sizeof(uint32_t);
+    if (mirror_grow(s, m, bytes ? bytes : 1) < 0) return s->own->rc;
+    struct cuda_seq *q = (struct cuda_seq *)m->pinned;
+    int32_t *row_seq = (int32_t *)(m->pinned + rows_at);
+    uint32_t *ids = (uint32_t *)(m->pinned + ids_at);
+    const uint32_t *dev_ids = (const uint32_t *)(m->dev + ids_at);
+    for (int32_t t = 0; t < T; t++) row_seq[t] = -1;
+    for (int32_t i = 0; i < n_seqs; i++) {
+        const int32_t n = seqs[i].n_pages > 0 ? seqs[i].n_pages : 0;
+        q[i].pos0 = seqs[i].pos0;
+        q[i].page_ids = dev_ids;
+        q[i].tail = seqs[i].tail;
+        q[i].row0 = seqs[i].row0;
+        q[i].n_rows = seqs[i].n_rows;
+        q[i].topk = seqs[i].topk;
+        q[i].page_step = seqs[i].shadowed ? 2 : 1;
+        if (n) memcpy(ids, seqs[i].page_ids, (size_t)n * sizeof *ids);
+        ids += n;
+        dev_ids += n;
+        for (int32_t r = 0; r < seqs[i].n_rows; r++) row_seq[seqs[i].row0 + r] = i;
+    }
+    out->seqs = (const struct cuda_seq *)m->dev;
+    out->row_seq = (const int32_t *)(m->dev + rows_at);
+    out->n_seqs = n_seqs;
+    out->T = T;
+    return checked(s, "metadata",
+                   cudaMemcpyAsync(m->dev, m->pinned, bytes, cudaMemcpyHostToDevice, s->cu));
+}
+
+static int batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
+{
+    struct cuda_own *o = s->own;
+    o->seqs = NULL;
+    if (n_seqs == 0) return o->rc;
+    /* The transfer of the pass before may still be read from. */
+    if (checked(s, "batch", cudaStreamSynchronize(s->cu)) < 0) return o->rc;
+    int rc = send_batch(s, &o->announced, seqs, n_seqs, &o->batch);
+    if (rc == 0) o->seqs = seqs;
+    return rc;
+}
+
+int cuda_batch_of(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs,
+                  struct cuda_batch *out)
+{
+    struct cuda_own *o = s->own;
+    if (o->seqs == seqs && o->batch.n_seqs == n_seqs) {
+        *out = o->batch;
+        return o->rc;
+    }
+    if (checked(s, "batch", cudaStreamSynchronize(s->cu)) < 0) return o->rc;
+    return send_batch(s, &o->foreign, seqs, n_seqs, out);
+}
+
+const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes)
+{
+    struct cuda_mirror *m = &s->own->small;
+    if (checked(s, "send", cudaStreamSynchronize(s->cu)) < 0 ||
+        mirror_grow(s, m, bytes ? bytes : 1) < 0)
+        return NULL;
+    memcpy(m->pinned, host, bytes);
+    if (checked(s, "send",
+                cudaMemcpyAsync(m->dev, m->pinned, bytes, cudaMemcpyHostToDevice, s->cu)) < 0)
+        return NULL;
+    return m->dev;
+}
+
+/* ------------------------------------------------------------------ copies */
+
+static int sync_stream(struct kern_stream *s)
+{
+    int rc = checked(s, "stream", cudaStreamSynchronize(s->cu));
+    s->own->staged = 0;
+    return rc;
+}
+
+static int write_in(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    struct cuda_own *o = s->own;
+    for (size_t at = 0; at < bytes && o->rc == 0;) {
+        size_t n = bytes - at;
+        if (o->staged == STAGING_BYTES) sync_stream(s);
+        if (n > STAGING_BYTES - o->staged) n = STAGING_BYTES - o->staged;
+        memcpy(o->staging + o->staged, (const uint8_t *)src + at, n);
+        checked(s, "write",
+                cudaMemcpyAsync((uint8_t *)dst + at, o->staging + o->staged, n,
+                                cudaMemcpyHostToDevice, s->cu));
+        o->staged += n;
+        at += n;
+    }
+    return o->rc;
+}
+
+static int read_out(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    if (bytes &&
+        checked(s, "read", cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, s->cu)) < 0)
+        return s->own->rc;
+    return sync_stream(s);
+}
+
+static int copy_within(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    if (bytes == 0) return s->own->rc;
+    return checked(s, "copy", cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToDevice, s->cu));
+}
+
+/* ------------------------------------------------------------------ memory and weights */
+
+static void *alloc_dev(struct kern_dev *dev, size_t bytes)
+{
+    void *p = NULL;
+    if (bytes > SIZE_MAX - ALIGN || cudaMalloc(&p, align_up(bytes ? bytes : 1)) != cudaSuccess) {
+        cudaGetLastError(); /* no memory is an answer here, not a broken stream */
+        return NULL;
+    }
+    if (cudaMemsetAsync(p, 0, align_up(bytes ? bytes : 1), dev->stream.cu) != cudaSuccess ||
+        cudaStreamSynchronize(dev->stream.cu) != cudaSuccess) {
+        cudaFree(p);
+        return NULL;
+    }
+    return p;
+}
+static void free_dev(struct kern_dev *dev, void *p)
+{
+    cudaStreamSynchronize(dev->stream.cu);
+    cudaFree(p);
+}
+
+static int remember(struct kern_dev *dev, const struct kern_weight *key, void *mem,
+                    struct cuda_weight *table, int32_t n)
+{
+    struct cuda_own *o = &dev->own;
+    if (o->n_placed == o->room_placed) {
+        size_t room = o->room_placed ? 2 * o->room_placed : 256;
+        struct placed *p = (struct placed *)realloc(o->placed, room * sizeof *p);
+        if (!p) return TOW_ENOMEM;
+        o->placed = p;
+        o->room_placed = room;
+    }
+    o->placed[o->n_placed++] = {key, mem, table, n};
+    return 0;
+}
+
+/* Bytes of a row of data and of scale that carry something. */
+static int64_t data_bytes(const struct kern_weight *w)
+{
+    switch (w->fmt) {
+    case KERN_W_F32: return 4 * (int64_t)w->k;
+    case KERN_W_BF16: return 2 * (int64_t)w->k;
+    case KERN_W_FP8: return w->k;
+    default: return w->k / 2;
+    }
+}
+static void scale_shape(const struct kern_weight *w, int64_t *rows, int64_t *bytes)
+{
+    const int64_t elem = w->sfmt == KERN_S_F32 ? 4 : 1;
+    *rows = *bytes = 0;
+    if (w->sfmt == KERN_S_NONE) return;
+    *rows = w->fmt == KERN_W_FP8 ? cuda_ceil(w->n, 128) : w->n;
+    *bytes = elem * (w->fmt == KERN_W_FP8     ? cuda_ceil(w->k, 128)
+                     : w->fmt == KERN_W_MXFP4 ? w->k / 32
+                                              : w->k / 16);
+}
+
+/* Rows become 16-byte aligned and zero-padded, scales tight; the array is one block with equal strides:
+ * all data, then all scales, then the table. */
+static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
+{
+    struct kern_stream *s = &dev->stream;
+    if (n < 1) return tow_fail(err, TOW_EINVAL, "place: %d weights", n);
+    int64_t s_rows, s_bytes;
+    scale_shape(&w[0], &s_rows, &s_bytes);
+    const int64_t width = data_bytes(&w[0]), row = (width + 15) / 16 * 16;
+    const int64_t data_each = (int64_t)align_up((size_t)(w[0].n * row));
+    const int64_t scale_each = (int64_t)align_up((size_t)(s_rows * s_bytes));
+    const int64_t table_at = (data_each + scale_each) * n;
+    uint8_t *mem =
+        (uint8_t *)alloc_dev(dev, (size_t)table_at + (size_t)n * sizeof(struct cuda_weight));
+    struct cuda_weight *t = (struct cuda_weight *)malloc((size_t)n * sizeof *t);
+    struct cuda_weight *table = (struct cuda_weight *)(mem + table_at);
+    int rc = mem && t ? remember(dev, w, mem, table, n) : TOW_ENOMEM;
+    if (rc < 0) {
+        cudaFree(mem);
+        free(t);
+        return tow_fail(err, TOW_ENOMEM, "no device memory for %d weights [%d, %d]", n, w[0].n,
+                        w[0].k);
+    }
+    for (int32_t i = 0; i < n && rc == 0; i++) {
+        uint8_t *data = mem + data_each * i, *scale = mem + data_each * n + scale_each * i;
+        rc = checked(s, "weights",
+                     cudaMemcpy2DAsync(data, (size_t)row, w[i].data, (size_t)w[i].row_bytes,
+                                       (size_t)width, (size_t)w[i].n, cudaMemcpyHostToDevice,
+                                       s->cu));
+        if (rc == 0 && s_rows)
+            rc = checked(s, "weights",
+                         cudaMemcpy2DAsync(scale, (size_t)s_bytes, w[i].scale,
+                                           (size_t)w[i].scale_row_bytes, (size_t)s_bytes,
+                                           (size_t)s_rows, cudaMemcpyHostToDevice, s->cu));
+        w[i].data = data;
+        w[i].row_bytes = row;
+        w[i].scale = s_rows ? scale : NULL;
+        w[i].scale_row_bytes = s_bytes;
+        t[i] = {data, s_rows ? scale : NULL, w[i].scale2, w[i].input_scale};
+    }
+    if (rc == 0) rc = write_in(s, table, t, (size_t)n * sizeof *t);
+    if (rc == 0) rc = sync_stream(s);
+    free(t);
+    return rc < 0 ? tow_fail(err, rc, "weights to the device: %s", dev->own.what) : 0;
+}
+
+static const void *place_bytes(struct kern_dev *dev, const void *host, size_t bytes)
+{
+    void *mem = alloc_dev(dev, bytes);
+    if (!mem) return NULL;
+    if (remember(dev, NULL, mem, NULL, 0) < 0 || write_in(&dev->stream, mem, host, bytes) < 0) {
+        cudaFree(mem);
+        return NULL;
+    }
+    return mem;
+}
+
+static void unplace(struct kern_dev *dev, const void *placed)
+{
+    struct cuda_own *o = &dev->own;
+    for (size_t i = 0; i < o->n_placed; i++) {
+        if (o->placed[i].mem != placed) continue;
+        free_dev(dev, o->placed[i].mem);
+        o->placed[i] = o->placed[--o->n_placed];
+        return;
+    }
+}
+
+const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct kern_weight *w)
+{
+    for (size_t i = 0; i < s->own->n_placed; i++)
+        if (s->own->placed[i].key == w) return s->own->placed[i].table;
+    return NULL;
+}
+
+/* ------------------------------------------------------------------ opening */
+
+static void close_dev(struct kern_dev *dev)
+{
+    struct cuda_own *o = &dev->own;
+    cudaSetDevice(dev->number);
+    if (dev->stream.cu) cudaStreamSynchronize(dev->stream.cu);
+    for (int i = 0; i < CUDA_N_SLOTS; i++) cudaFree(o->slot[i].mem);
+    mirror_free(&o->announced);
+    mirror_free(&o->foreign);
+    mirror_free(&o->small);
+    for (size_t i = 0; i < o->n_placed; i++) cudaFree(o->placed[i].mem);
+    free(o->placed);
+    cudaFreeHost(o->staging);
+    if (dev->stream.cu) cudaStreamDestroy(dev->stream.cu);
+    free(dev);
+}
+static struct kern_stream *stream_of(struct kern_dev *dev)
+{
+    return &dev->stream;
+}
+static int one_thread(const struct kern_dev *dev)
+{
+    (void)dev;
+    return 1;
+}
+static const char *isa_of(const struct kern_dev *dev)
+{
+    return dev->isa;
+}
+
+static const struct kern_backend *backend(void)
+{
+    static struct kern_backend b;
+    b.ops = &kern_cuda;
+    b.host_memory = false;
+    b.close = close_dev;
+    b.stream = stream_of;
+    b.threads = one_thread;
+    b.isa = isa_of;
+    b.alloc = alloc_dev;
+    b.free = free_dev;
+    b.sync = sync_stream;
+    b.write = write_in;
+    b.read = read_out;
+    b.copy = copy_within;
+    b.batch = batch;
+    b.place = place;
+    b.place_bytes = place_bytes;
+    b.unplace = unplace;
+    return &b;
+}
+
+static int open_on(struct kern_dev *dev, struct tow_err *err)
+{
+    struct kern_stream *s = &dev->stream;
+    cudaDeviceProp prop;
+    cudaError_t e = cudaSetDevice(dev->number);
+    if (e == cudaSuccess) e = cudaGetDeviceProperties(&prop, dev->number);
+    if (e != cudaSuccess)
+        return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", dev->number, cudaGetErrorString(e));
+    if (prop.major != 9 && prop.major != 12)
+        return tow_fail(
+            err, TOW_EINVAL,
+            "device cuda:%d is %s, compute capability %d.%d; this build has code for 9.0 "
+            "and 12.0",
+            dev->number, prop.name, prop.major, prop.minor);
+    s->n_sm = prop.multiProcessorCount;
+    s->arch = prop.major * 10;
+    s->max_shared = (int)prop.sharedMemPerBlockOptin;
+    snprintf(dev->isa, sizeof dev->isa, "sm_%d%d", prop.major, prop.minor);
+    e = cudaStreamCreateWithFlags(&s->cu, cudaStreamNonBlocking);
+    if (e == cudaSuccess) e = cudaMallocHost((void **)&dev->own.staging, STAGING_BYTES);
+    if (e != cudaSuccess)
+        return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", dev->number, cudaGetErrorString(e));
+    return 0;
+}
+
+extern "C" int kern_dev_open_cuda(struct kern_dev **out, int number, struct tow_err *err)
+{
+    int n = 0;
+    cudaError_t e = cudaGetDeviceCount(&n);
+    if (e != cudaSuccess || n == 0) {
+        cudaGetLastError();
+        return tow_fail(err, TOW_EINVAL, "device cuda:%d: this machine has no CUDA device (%s)",
+                        number, cudaGetErrorString(e));
+    }
+    if (number >= n)
+        return tow_fail(err, TOW_EINVAL, "device cuda:%d: must be cuda:0 to cuda:%d", number,
+                        n - 1);
+    struct kern_dev *dev = (struct kern_dev *)calloc(1, sizeof *dev);
+    if (!dev) return tow_fail(err, TOW_ENOMEM, "no memory for the device");
+    dev->number = number;
+    dev->head.backend = dev->stream.head.backend = backend();
+    dev->stream.own = &dev->own;
+    int rc = open_on(dev, err);
+    if (rc < 0) {
+        close_dev(dev);
+        return rc;
+    }
+    *out = dev;
+    return 0;
+}

@@ -1,0 +1,105 @@
+/* kernels/dev.c - opens a device by its name and hands each call to its back end. */
+#include "kernels/dev.h"
+
+#include "common/base/err.h"
+#include "kernels/cpu/team.h"
+#include "kernels/dev_impl.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static const struct kern_backend *of(const void *dev_or_stream)
+{
+    return ((const struct kern_head *)dev_or_stream)->backend;
+}
+
+/* The number behind "cuda:", or -1. */
+static int cuda_number(const char *spec)
+{
+    if (strncmp(spec, "cuda:", 5) != 0 || spec[5] < '0' || spec[5] > '9') return -1;
+    char *end;
+    long n = strtol(spec + 5, &end, 10);
+    return *end == 0 && n <= 255 ? (int)n : -1;
+}
+
+int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err)
+{
+    if (strcmp(spec, "cpu") == 0)
+        return kern_dev_open_cpu(out, n_threads, kern_cpu_best_isa(), err);
+    const int n = cuda_number(spec);
+    if (n < 0)
+        return tow_fail(err, TOW_EINVAL,
+                        "device \"%s\": must be \"cpu\" or \"cuda:N\", N from 0 to 255", spec);
+#ifdef TOW_CUDA
+    return kern_dev_open_cuda(out, n, err);
+#else
+    return tow_fail(err, TOW_EINVAL,
+                    "device \"%s\": this build has no CUDA; it knows \"cpu\" (build with nvcc)",
+                    spec);
+#endif
+}
+
+void kern_dev_close(struct kern_dev *dev)
+{
+    if (dev) of(dev)->close(dev);
+}
+const struct kern_ops *kern_dev_ops(const struct kern_dev *dev)
+{
+    return of(dev)->ops;
+}
+struct kern_stream *kern_dev_stream(struct kern_dev *dev)
+{
+    return of(dev)->stream(dev);
+}
+int kern_dev_threads(const struct kern_dev *dev)
+{
+    return of(dev)->threads(dev);
+}
+const char *kern_dev_isa(const struct kern_dev *dev)
+{
+    return of(dev)->isa(dev);
+}
+bool kern_dev_host_memory(const struct kern_dev *dev)
+{
+    return of(dev)->host_memory;
+}
+void *kern_dev_alloc(struct kern_dev *dev, size_t bytes)
+{
+    return of(dev)->alloc(dev, bytes);
+}
+void kern_dev_free(struct kern_dev *dev, void *p)
+{
+    if (p) of(dev)->free(dev, p);
+}
+int kern_dev_place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
+{
+    return of(dev)->place(dev, w, n, err);
+}
+const void *kern_dev_place_bytes(struct kern_dev *dev, const void *host, size_t bytes)
+{
+    return of(dev)->place_bytes(dev, host, bytes);
+}
+void kern_dev_unplace(struct kern_dev *dev, const void *placed)
+{
+    if (placed) of(dev)->unplace(dev, placed);
+}
+int kern_stream_sync(struct kern_stream *s)
+{
+    return of(s)->sync(s);
+}
+int kern_stream_write(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    return of(s)->write(s, dst, src, bytes);
+}
+int kern_stream_read(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    return of(s)->read(s, dst, src, bytes);
+}
+int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    return of(s)->copy(s, dst, src, bytes);
+}
+int kern_stream_batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
+{
+    return of(s)->batch(s, seqs, n_seqs);
+}

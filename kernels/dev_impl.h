@@ -1,0 +1,38 @@
+/* kernels/dev_impl.h - what a back end is to kernels/dev.c: the functions behind kernels/dev.h.
+ *
+ * Holds    struct kern_dev and struct kern_stream are each back end's own; both begin with struct
+ *          kern_head.
+ */
+#ifndef KERN_DEV_IMPL_H
+#define KERN_DEV_IMPL_H
+
+#include "kernels/dev.h"
+#include "kernels/types.h"
+
+struct kern_backend {
+    const struct kern_ops *ops;
+    bool host_memory; /* the processor reads and writes device memory itself */
+    void (*close)(struct kern_dev *dev);
+    struct kern_stream *(*stream)(struct kern_dev *dev);
+    int (*threads)(const struct kern_dev *dev);
+    const char *(*isa)(const struct kern_dev *dev);
+    void *(*alloc)(struct kern_dev *dev, size_t bytes);
+    void (*free)(struct kern_dev *dev, void *p);
+    int (*sync)(struct kern_stream *s);
+    int (*write)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+    int (*read)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+    int (*copy)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+    int (*batch)(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs);
+    int (*place)(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err);
+    const void *(*place_bytes)(struct kern_dev *dev, const void *host, size_t bytes);
+    void (*unplace)(struct kern_dev *dev, const void *placed);
+};
+
+struct kern_head {
+    const struct kern_backend *backend;
+};
+
+/* Device number of the machine; defined where CUDA is built in. */
+int kern_dev_open_cuda(struct kern_dev **out, int device, struct tow_err *err);
+
+#endif
