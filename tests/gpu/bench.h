@@ -1,0 +1,254 @@
+/* tests/gpu/bench.h - the frame of the GPU benchmarks: opens the device, measures its copy bandwidth,
+ * times enqueued calls, and prints one line per case beside its floor and its goal.
+ *
+ * Time     Mean of calls enqueued between two syncs, median of five rounds, after a warm-up. A call is
+ *          given a number that counts up: with it a case takes its buffers in turn, so that what it reads
+ *          is not left in L2 by the call before (bench_turns says how many copies that needs).
+ * Floor    The larger of bytes / copy bandwidth and FLOPs / ceiling. A copy of 4 GiB moves 8 GiB.
+ * Use      An op with sequences: announce them by kern_stream_batch() first, or each call waits.
+ *
+ *     static int call(void *ctx, int i) { struct my *m = ctx; return ops->add(s, &m->p[i % m->turns]); }
+ *     ...
+ *     struct bench b;
+ *     int rc = bench_open(&b, argc, argv);
+ *     if (rc) return rc;
+ *     bench_run(&b, &(struct bench_case){.name = "add", .shape = "8192 x 4096", .call = call,
+ *                                        .ctx = &m, .bytes = 8192.0 * 4096 * 8, .goal = "<= 1.2 x"});
+ *     return bench_close(&b);
+ */
+#ifndef TESTS_GPU_BENCH_H
+#define TESTS_GPU_BENCH_H
+
+#include "common/base/err.h"
+#include "kernels/dev.h"
+#include "kernels/numeric.h"
+#include "kernels/ops.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+enum { BENCH_SKIPPED = 77, BENCH_ROUNDS = 5 };
+#define BENCH_L2_BYTES                                                                             \
+    (64.0 * (1 << 20)) /* more than any L2 we run on holds of what was just read */
+
+struct bench {
+    struct kern_dev *dev;
+    struct kern_stream *s;
+    const struct kern_ops *ops;
+    const char *only;  /* argument: run only cases whose name contains it; NULL: all */
+    double copy_bytes; /* per second */
+    int n_failed;
+    void *mem[512]; /* device, freed by bench_close */
+    int n_mem;
+};
+
+struct bench_case {
+    const char *name, *shape;
+    int (*call)(void *ctx, int i); /* enqueues call i; 0 or an error */
+    void *ctx;
+    double bytes;        /* each input read once, each output written once */
+    double flops;        /* 0: bytes alone make the floor */
+    double flops_second; /* ceiling of the unit that does them */
+    const char *goal;    /* NULL: none */
+};
+
+static inline double bench_now(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Device memory of zeros; ends the program when there is none. */
+static inline void *bench_alloc(struct bench *b, double bytes)
+{
+    void *p = kern_dev_alloc(b->dev, (size_t)bytes);
+    if (!p || b->n_mem == (int)(sizeof b->mem / sizeof *b->mem)) {
+        fprintf(stderr, "bench: no device memory for %.0f bytes (or too many buffers)\n", bytes);
+        exit(1);
+    }
+    return b->mem[b->n_mem++] = p;
+}
+/* Gives back everything allocated, so that the next case has it. */
+static inline void bench_free_all(struct bench *b)
+{
+    while (b->n_mem > 0) kern_dev_free(b->dev, b->mem[--b->n_mem]);
+}
+
+/* A block of up to 4 MiB from the host, then copies of what is there: random numbers repeat, which no
+ * kernel here can see. */
+static inline void bench_spread(struct bench *b, void *dst, const void *block, size_t block_bytes,
+                                size_t bytes)
+{
+    size_t have = bytes < block_bytes ? bytes : block_bytes;
+    kern_stream_write(b->s, dst, block, have);
+    while (have < bytes) {
+        size_t n = bytes - have < have ? bytes - have : have;
+        kern_stream_copy(b->s, (uint8_t *)dst + have, dst, n);
+        have += n;
+    }
+    kern_stream_sync(b->s);
+}
+static inline uint64_t bench_next(uint64_t *x)
+{
+    *x ^= *x << 13, *x ^= *x >> 7, *x ^= *x << 17;
+    return *x * UINT64_C(0x2545f4914f6cdd1d);
+}
+/* About normal, mean 0, standard deviation 1. */
+static inline float bench_normal(uint64_t *x)
+{
+    uint64_t u = bench_next(x);
+    float s = (float)(u & 0xffff) + (float)(u >> 16 & 0xffff) + (float)(u >> 32 & 0xffff) +
+              (float)(u >> 48);
+    return (s * 0x1p-16f - 2.0f) * 1.7320508f;
+}
+enum { BENCH_BLOCK = 4 << 20 };
+/* n elements of type t, normal times scale. */
+static inline void *bench_random(struct bench *b, double n, enum kern_dtype t, float scale)
+{
+    const size_t e = (size_t)kern_dtype_bytes(t), bytes = (size_t)n * e;
+    const size_t block = bytes < BENCH_BLOCK ? bytes : BENCH_BLOCK;
+    static uint64_t seed = 0x9e3779b97f4a7c15u;
+    uint8_t *h = malloc(block + 4), *p = bench_alloc(b, (double)bytes);
+    if (!h) exit(1);
+    for (size_t i = 0; i + e <= block; i += e) {
+        float x = bench_normal(&seed) * scale;
+        uint16_t u = kern_bf16_encode(x);
+        memcpy(h + i, t == KERN_F32 ? (void *)&x : (void *)&u, e);
+    }
+    bench_spread(b, p, h, block, bytes);
+    free(h);
+    return p;
+}
+/* n random bytes, each lo .. hi. */
+static inline void *bench_bytes(struct bench *b, double n, int lo, int hi)
+{
+    const size_t bytes = (size_t)n, block = bytes < BENCH_BLOCK ? bytes : BENCH_BLOCK;
+    static uint64_t seed = 0x2545f4914f6cdd1du;
+    uint8_t *h = malloc(block + 1), *p = bench_alloc(b, n);
+    if (!h) exit(1);
+    for (size_t i = 0; i < block; i++)
+        h[i] = (uint8_t)(lo + (int)((bench_next(&seed) >> 33) % (uint64_t)(hi - lo + 1)));
+    bench_spread(b, p, h, block, bytes);
+    free(h);
+    return p;
+}
+/* Host bytes, on the device. */
+static inline void *bench_send(struct bench *b, const void *host, size_t bytes)
+{
+    void *p = bench_alloc(b, (double)bytes);
+    kern_stream_write(b->s, p, host, bytes);
+    return p;
+}
+
+/* Copies of a call's buffers that together pass the L2, 1 .. most. */
+static inline int bench_turns(double bytes_of_a_call, int most)
+{
+    int n = bytes_of_a_call > 0 ? (int)(2 * BENCH_L2_BYTES / bytes_of_a_call) + 1 : 1;
+    return n < 1 ? 1 : n > most ? most : n;
+}
+
+static inline int bench_by_value(const void *a, const void *b)
+{
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+/* Seconds of a call; negative: it failed. max_s bounds what is spent on it. */
+static inline double bench_seconds(struct bench *b, int (*call)(void *ctx, int i), void *ctx,
+                                   double max_s)
+{
+    double round[BENCH_ROUNDS];
+    int i = 0, n = 3;
+    for (int r = -2; r < BENCH_ROUNDS; r++) { /* the first warms up, the second finds n */
+        double begin = bench_now();
+        for (int k = 0; k < n; k++)
+            if (call(ctx, i++) < 0) return -1;
+        if (kern_stream_sync(b->s) < 0) return -1;
+        double each = (bench_now() - begin) / n;
+        if (r >= 0) round[r] = each;
+        if (r == -1) {
+            double want = max_s / (BENCH_ROUNDS + 1) / each;
+            n = want < 20 ? 20 : want > 500 ? 500 : (int)want;
+        }
+    }
+    qsort(round, BENCH_ROUNDS, sizeof *round, bench_by_value);
+    return round[BENCH_ROUNDS / 2];
+}
+
+static inline bool bench_wants(const struct bench *b, const char *name)
+{
+    return !b->only || strstr(name, b->only);
+}
+
+/* Times the case and prints its line; returns microseconds, or -1. */
+static inline double bench_run(struct bench *b, const struct bench_case *c)
+{
+    if (!bench_wants(b, c->name)) return -1;
+    double t = bench_seconds(b, c->call, c->ctx, 0.2);
+    if (t < 0) {
+        printf("%-18s %-30s FAILED\n", c->name, c->shape);
+        b->n_failed++;
+        return -1;
+    }
+    double bytes_s = c->bytes / b->copy_bytes;
+    double flops_s = c->flops_second > 0 ? c->flops / c->flops_second : 0;
+    double floor_s = bytes_s > flops_s ? bytes_s : flops_s;
+    printf("%-18s %-30s %9.2f us %7.0f GB/s %7.1f TFLOP/s  floor %9.2f us (%s)  x %6.2f  %s%s\n",
+           c->name, c->shape, t * 1e6, c->bytes / t * 1e-9, c->flops / t * 1e-12, floor_s * 1e6,
+           bytes_s >= flops_s ? "bytes" : "flops", floor_s > 0 ? t / floor_s : 0,
+           c->goal ? "goal " : "", c->goal ? c->goal : "");
+    return t * 1e6;
+}
+
+static inline int bench_copy_call(void *ctx, int i)
+{
+    struct bench *b = (struct bench *)ctx;
+    (void)i;
+    return kern_stream_copy(b->s, b->mem[0], b->mem[1], (size_t)4 << 30);
+}
+
+/* argv: [name part] [cuda:N]. 0, or what main() returns. */
+static inline int bench_open(struct bench *b, int argc, char **argv)
+{
+    struct tow_err err = {0};
+    const char *spec = "cuda:0";
+    memset(b, 0, sizeof *b);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    for (int i = 1; i < argc; i++) {
+        if (strncmp(argv[i], "cuda:", 5) == 0)
+            spec = argv[i];
+        else
+            b->only = argv[i];
+    }
+    if (kern_dev_open(&b->dev, spec, 0, &err) < 0) {
+        printf("%s: no CUDA device (%s): skipped\n", argv[0], err.msg);
+        return BENCH_SKIPPED;
+    }
+    b->s = kern_dev_stream(b->dev);
+    b->ops = kern_dev_ops(b->dev);
+    bench_alloc(b, 0x1p32);
+    bench_alloc(b, 0x1p32);
+    double t = bench_seconds(b, bench_copy_call, b, 0.05);
+    bench_free_all(b);
+    if (t < 0) {
+        printf("%s: the device cannot copy\n", argv[0]);
+        kern_dev_close(b->dev);
+        return 1;
+    }
+    b->copy_bytes = 0x1p33 / t;
+    printf("%s: %s, %s; copy of 4 GiB: %.0f GB/s read and written together\n", argv[0], spec,
+           kern_dev_isa(b->dev), b->copy_bytes * 1e-9);
+    return 0;
+}
+
+static inline int bench_close(struct bench *b)
+{
+    bench_free_all(b);
+    kern_dev_close(b->dev);
+    if (b->n_failed) printf("%d cases FAILED\n", b->n_failed);
+    return b->n_failed > 0;
+}
+
+#endif
