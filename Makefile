@@ -98,7 +98,7 @@ part = $(filter-out $(1)/main.c,$(call srcs,$(1)))
 PROG_PART_OBJS := $(call objs,$(call part,router) $(call part,prefill) $(call part,decode) $(call part,deploy/ctl))
 
 .DEFAULT_GOAL := all
-.PHONY: all help clean test tests-build unit-test kernels-test golden-test cluster-test fault-test fuzz fuzz-build \
+.PHONY: all help clean test tests-build unit-test kernels-test golden-test cluster-test fault-test gpu-test gpu-bench fuzz fuzz-build \
         asan tsan bench format format-check lint check-includes install demo
 # Objects made on the way to a test are kept, or every run would compile them again.
 .SECONDARY:
@@ -109,8 +109,9 @@ help:
 	@echo "all               the four programs, at $(B)/bin (default)"
 	@echo "demo              router + prefill + decode, one question, the streamed answer"
 	@echo "test              unit, kernels, golden, fault and cluster tests; closes with 'N passed, N failed'"
-	@echo "unit-test kernels-test golden-test fault-test cluster-test    one kind of them"
+	@echo "unit-test kernels-test golden-test fault-test gpu-test cluster-test    one kind of them"
 	@echo "asan tsan         the C tests under sanitizers"
+	@echo "gpu-test gpu-bench    what needs a CUDA device: ops against their twins, goldens; times against floors"
 	@echo "fuzz              every fuzzer for FUZZ_SECONDS (default 20) each"
 	@echo "bench             benchmarks, as ratios to ceilings measured in the same run"
 	@echo "check-includes    every #include points down the stack of layers"
@@ -185,6 +186,10 @@ $(B)/bin/towpath-ctl: $(call objs,$(call srcs,deploy/ctl))
 # --- tests: tests/<kind>/<name>_test.c -> build/<variant>/test/<kind>/<name>_test ----------------
 SUPPORT := $(call objs,$(call srcs,tests/support))
 KINDS   := unit kernels golden fault
+# On a machine without a device these say so and are skipped.
+ifneq ($(CU_SRC),)
+KINDS   += gpu
+endif
 TESTS   := $(foreach k,$(KINDS),$(wildcard tests/$(k)/*_test.c))
 TEST_BINS := $(patsubst tests/%.c,$(B)/test/%,$(TESTS))
 LINK_all = $(PROG_PART_OBJS) $(LINK_worker)
@@ -193,12 +198,16 @@ LIBS_all = $(LIBS_NET) $(LIBS_TEXT) $(LIBS_UCX) $(LIBS_CUDA) $(LIBS_BASE)
 $(B)/test/fault/alloc_test: LDFLAGS += $(foreach f,malloc calloc realloc aligned_alloc free strdup strndup,-Wl,--wrap=$(f))
 $(B)/test/%: $(B)/obj/tests/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 	@mkdir -p $(@D)
-	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) -lcmocka $(LIBS_all)
+	$(CC) $(LDFLAGS) -o $@ $(filter $(B)/obj/tests/%,$^) $(LINK_all) -lcmocka $(LIBS_all)
+
+# Random cases of every op, on either back end.
+$(B)/test/kernels/parity_test $(B)/test/gpu/parity_test: $(B)/obj/tests/kernels/op_cases.o
+$(B)/test/gpu/parity_test: $(B)/obj/tests/gpu/mirror.o
 
 # Programs that cluster tests drive.
 HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c))
 tests-build: $(TEST_BINS) $(HELPER_BINS)
-unit-test kernels-test golden-test fault-test: %-test: all
+unit-test kernels-test golden-test fault-test gpu-test: %-test: all
 	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/%,$(TEST_BINS))
 	@sh tests/run.sh $(B) $*
 cluster-test: all $(HELPER_BINS)
@@ -222,6 +231,13 @@ fuzz-build: $(FUZZERS)
 fuzz:
 	@$(MAKE) --no-print-directory VARIANT=fuzz fuzz-build
 	@sh tests/run_fuzz.sh build/fuzz $(FUZZ_SECONDS)
+
+GPU_BENCHES := $(if $(CU_SRC),$(patsubst tests/gpu/%.c,$(B)/bench/gpu/%,$(wildcard tests/gpu/bench_*.c)))
+$(B)/bench/gpu/%: $(B)/obj/tests/gpu/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
+	@mkdir -p $(@D)
+	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) $(LIBS_all)
+gpu-bench: all $(GPU_BENCHES)
+	@for b in $(GPU_BENCHES); do $$b || exit 1; done
 
 BENCHES := $(patsubst tests/bench/%.c,$(B)/bench/%,$(wildcard tests/bench/bench_*.c))
 $(B)/bench/%: $(B)/obj/tests/bench/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
