@@ -8,6 +8,7 @@
 #include "common/model/forward.h"
 
 #include "common/base/err.h"
+#include "common/model/place.h"
 #include "kernels/dev.h"
 #include "kernels/ops.h"
 
@@ -20,7 +21,7 @@ struct scratch {
     void *h;                        /* streams [R, hc, D] */
     void *x, *y;                    /* [R, D] sub-layer input, output */
     float *post, *comb;             /* [R, hc], [R, hc, hc] */
-    int32_t *pos;                   /* [R] */
+    int32_t *ids, *pos;             /* [R] */
     float *cos[2], *sin[2];         /* [R, rd/2]; 0 plain, 1 layers with a compressor */
     void *qr;                       /* [R, q_lora] */
     void *q, *o;                    /* [R, H, d] */
@@ -31,7 +32,6 @@ struct scratch {
     void *capture_q;                /* [Hi * wi] act: one row's queries for a shadow type */
     struct kern_rank *ranks;        /* [1 + KERN_SHADOWS, MODEL_CAPTURE_ENTRIES] */
     float *border;                  /* [1 + KERN_SHADOWS, 2] */
-    int32_t *score_rows;            /* [R]: rows whose scores a capture needs */
     void *o_low;                    /* [R, G, o_lora] */
     float *gate;                    /* [R, E] */
     int32_t *experts;               /* [R, k] */
@@ -41,7 +41,22 @@ struct scratch {
     void *sg, *su;                  /* [R, inter] */
     void *shared;                   /* [R, D] */
     void *mtp_in;                   /* [R, hc, D]; MTP only */
+    float *logits; /* [HEAD_ROWS, V]; only where the caller's are not device memory */
 };
+
+/* Host memory: what goes to the device with a pass, and what comes back from one that the host cannot
+ * read. */
+struct staging {
+    int32_t *pos;        /* [R] */
+    int32_t *score_rows; /* [R]: rows whose scores a capture needs */
+    void *tap;           /* grown */
+    size_t tap_bytes;
+    struct kern_rank *ranks; /* as scratch.ranks */
+    float *border;
+    int32_t *selected; /* [max_topk] */
+};
+
+enum { HEAD_ROWS = 64 };
 
 struct model {
     struct model_options opt;
@@ -53,6 +68,8 @@ struct model {
     enum kern_dtype act;
     float *inv_freq[2]; /* owned, device memory; as scratch.cos */
     struct scratch s;   /* owned, device memory */
+    struct staging h;   /* owned */
+    bool host;          /* device memory is host memory */
 };
 
 /* ------------------------------------------------------------------ opening */
@@ -78,6 +95,7 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     k->y = rows(m, s->D, a, &bad);
     k->post = rows(m, s->hc, f, &bad);
     k->comb = rows(m, (int64_t)s->hc * s->hc, f, &bad);
+    k->ids = rows(m, 1, f, &bad);
     k->pos = rows(m, 1, f, &bad);
     for (int i = 0; i < 2; i++) {
         k->cos[i] = rows(m, half, f, &bad);
@@ -99,7 +117,6 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     k->ranks =
         kern_dev_alloc(m->dev, (1 + KERN_SHADOWS) * MODEL_CAPTURE_ENTRIES * sizeof *k->ranks);
     k->border = kern_dev_alloc(m->dev, (1 + KERN_SHADOWS) * 2 * sizeof *k->border);
-    k->score_rows = rows(m, 1, f, &bad);
     bad = bad || !k->capture_q || !k->ranks || !k->border;
     k->o_low = rows(m, (int64_t)s->o_groups * s->o_lora, a, &bad);
     k->gate = rows(m, s->E, f, &bad);
@@ -111,22 +128,50 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     k->su = rows(m, s->inter, a, &bad);
     k->shared = rows(m, s->D, a, &bad);
     if (m->opt.mtp) k->mtp_in = rows(m, (int64_t)s->hc * s->D, a, &bad);
+    if (!m->host) {
+        k->logits = kern_dev_alloc(m->dev, (size_t)HEAD_ROWS * (size_t)s->V * sizeof(float));
+        bad = bad || !k->logits;
+    }
     if (bad)
         return tow_fail(err, TOW_ENOMEM, "model: no memory for the scratch of %d rows",
                         m->opt.max_rows);
     return 0;
 }
 
+static int alloc_staging(struct model *m, struct tow_err *err)
+{
+    struct staging *h = &m->h;
+    const size_t n = (size_t)m->opt.max_rows;
+    h->pos = malloc(n * sizeof *h->pos);
+    h->score_rows = malloc(n * sizeof *h->score_rows);
+    h->ranks = malloc((1 + KERN_SHADOWS) * MODEL_CAPTURE_ENTRIES * sizeof *h->ranks);
+    h->border = malloc((1 + KERN_SHADOWS) * 2 * sizeof *h->border);
+    h->selected = malloc((size_t)m->opt.max_topk * sizeof *h->selected);
+    return h->pos && h->score_rows && h->ranks && h->border && h->selected
+               ? 0
+               : tow_fail(err, TOW_ENOMEM, "model: out of memory");
+}
+
+static void free_staging(struct staging *h)
+{
+    free(h->pos);
+    free(h->score_rows);
+    free(h->tap);
+    free(h->ranks);
+    free(h->border);
+    free(h->selected);
+}
+
 static void free_scratch(struct model *m)
 {
     struct scratch *k = &m->s;
     void *all[] = {
-        k->h,        k->x,          k->y,         k->post,    k->comb,        k->pos,
-        k->cos[0],   k->cos[1],     k->sin[0],    k->sin[1],  k->qr,          k->q,
-        k->o,        k->kv,         k->ckv,       k->cgate,   k->iq,          k->iwt,
-        k->selected, k->n_selected, k->capture_q, k->ranks,   k->border,      k->score_rows,
-        k->o_low,    k->gate,       k->experts,   k->weights, k->margin,      k->routed,
-        k->sg,       k->su,         k->shared,    k->mtp_in,  m->inv_freq[0], m->inv_freq[1]};
+        k->h,           k->x,          k->y,      k->post,   k->comb,  k->pos,      k->ids,
+        k->cos[0],      k->cos[1],     k->sin[0], k->sin[1], k->qr,    k->q,        k->o,
+        k->kv,          k->ckv,        k->cgate,  k->iq,     k->iwt,   k->selected, k->n_selected,
+        k->capture_q,   k->ranks,      k->border, k->logits, k->o_low, k->gate,     k->experts,
+        k->weights,     k->margin,     k->routed, k->sg,     k->su,    k->shared,   k->mtp_in,
+        m->inv_freq[0], m->inv_freq[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(m->dev, all[i]);
 }
 
@@ -187,6 +232,20 @@ static void layout_spec(const struct model *m, struct kern_kv_spec *spec)
     spec->ik_fmt = m->opt.ik_fmt;
 }
 
+static int fill_frequencies(struct model *m, struct tow_err *err)
+{
+    const int32_t half = m->w->shape.rd / 2;
+    float *f = malloc((size_t)(half > 0 ? half : 1) * sizeof *f);
+    if (!f) return tow_fail(err, TOW_ENOMEM, "model: out of memory");
+    int rc = 0;
+    for (int i = 0; i < 2 && rc == 0; i++) {
+        model_shape_inv_freq(&m->w->shape, i ? 4 : 0, f);
+        rc = kern_stream_write(m->stream, m->inv_freq[i], f, (size_t)half * sizeof *f);
+    }
+    free(f);
+    return rc < 0 ? tow_fail(err, rc, "model: the device does not answer") : 0;
+}
+
 int model_open(struct model **out, const char *dir, const struct model_options *opt,
                struct tow_err *err)
 {
@@ -210,10 +269,13 @@ int model_open(struct model **out, const char *dir, const struct model_options *
     m->ops = kern_dev_ops(m->dev);
     if (opt->wrap_ops) m->ops = opt->wrap_ops(m->ops);
     m->stream = kern_dev_stream(m->dev);
-    rc = alloc_scratch(m, err);
+    m->host = kern_dev_host_memory(m->dev);
+    rc = model_weights_place(m->w, m->dev, err);
     if (rc < 0) goto fail;
-    model_shape_inv_freq(&m->w->shape, 0, m->inv_freq[0]);
-    model_shape_inv_freq(&m->w->shape, 4, m->inv_freq[1]);
+    rc = alloc_scratch(m, err);
+    if (rc == 0) rc = alloc_staging(m, err);
+    if (rc == 0) rc = fill_frequencies(m, err);
+    if (rc < 0) goto fail;
     *out = m;
     return 0;
 
@@ -229,6 +291,7 @@ void model_close(struct model *m)
         free_scratch(m);
         kern_dev_close(m->dev);
     }
+    free_staging(&m->h);
     model_weights_close(m->w);
     free(m);
 }
@@ -253,9 +316,11 @@ struct kern_dev *model_peek_dev(struct model *m)
     return m->dev;
 }
 
-const void *model_peek_streams(const struct model *m)
+int model_read_streams(struct model *m, int32_t row0, int32_t n, void *out)
 {
-    return m->s.h;
+    const size_t row = (size_t)(m->w->shape.hc * m->w->shape.D) * (size_t)kern_dtype_bytes(m->act);
+    return kern_stream_read(m->stream, out, (const uint8_t *)m->s.h + (size_t)row0 * row,
+                            (size_t)n * row);
 }
 
 void model_tail_set(uint8_t *tail, int64_t pos, int64_t mtp_pos)
@@ -295,12 +360,26 @@ struct pass {
         if ((p)->rc == 0) (p)->rc = (p)->m->ops->op((p)->m->stream, &op_args);                     \
     } while (0)
 
-static void tap(const struct pass *p, int32_t layer, const char *name, enum model_elem elem,
+static void tap(struct pass *p, int32_t layer, const char *name, enum model_elem elem,
                 const void *data, int64_t width)
 {
     struct model_tap *t = p->b->tap;
-    if (t && p->rc == 0 && kern_stream_sync(p->m->stream) == 0)
-        t->on_tensor(t->ctx, layer, name, elem, data, p->T, width);
+    struct staging *h = &p->m->h;
+    const size_t bytes = (size_t)p->T * (size_t)width * (elem == MODEL_ELEM_BF16 ? 2 : 4);
+    if (!t || p->rc != 0) return;
+    if (!p->m->host) {
+        if (bytes > h->tap_bytes) {
+            free(h->tap);
+            h->tap = malloc(bytes);
+            h->tap_bytes = h->tap ? bytes : 0;
+            if (!h->tap) p->rc = TOW_ENOMEM;
+        }
+        if (p->rc == 0) p->rc = kern_stream_read(p->m->stream, h->tap, data, bytes);
+        data = h->tap;
+    } else {
+        p->rc = kern_stream_sync(p->m->stream);
+    }
+    if (p->rc == 0) t->on_tensor(t->ctx, layer, name, elem, data, p->T, width);
 }
 
 static enum model_elem act_elem(const struct model *m)
@@ -405,14 +484,19 @@ static float index_factor(const struct model_shape *s)
     return (float)(1.0 / sqrt((double)s->index_dim) / sqrt((double)s->index_heads));
 }
 
-/* The last rows of the captured sequences, to s.score_rows; how many. */
+/* The last rows of the captured sequences, to h.score_rows; how many. */
 static int32_t captured_rows(struct pass *p, int32_t layer)
 {
     int32_t n = 0;
     for (int32_t i = 0; p->b->captures && i < p->b->n_seqs; i++)
         if (captured(p, i, layer))
-            p->m->s.score_rows[n++] = p->b->seqs[i].row0 + p->b->seqs[i].n_rows - 1;
+            p->m->h.score_rows[n++] = p->b->seqs[i].row0 + p->b->seqs[i].n_rows - 1;
     return n;
+}
+
+static void read_back(struct pass *p, void *to, const void *from, size_t bytes)
+{
+    if (p->rc == 0) p->rc = kern_stream_read(p->m->stream, to, from, bytes);
 }
 
 /* Ranks by keys of one type, own ones by the scores where there are any. Queries for a shadow type
@@ -444,7 +528,11 @@ static void rank(struct pass *p, int32_t at, const struct model_layer *L,
        .pages = p->b->pages, .layout = &m->layout, .layer = at, .seq = &q, .T = T,
        .H = s->index_heads, .keys = keys, .entries = entries, .n_entries = n, .ranks = ranks,
        .kth = border, .next = border + 1, .act = m->act);
-    *out = (struct model_ranks){ranks, border[0], border[1]};
+    struct kern_rank *seen = m->h.ranks + (int64_t)(keys + 1) * MODEL_CAPTURE_ENTRIES;
+    float *edge = m->h.border + (int64_t)(keys + 1) * 2;
+    read_back(p, seen, ranks, (size_t)n * sizeof *seen);
+    read_back(p, edge, border, 2 * sizeof *edge);
+    *out = (struct model_ranks){seen, edge[0], edge[1]};
 }
 
 static void rank_shadows(struct pass *p, int32_t at, const struct model_layer *L,
@@ -484,8 +572,10 @@ static void capture(struct pass *p, int32_t at, const struct model_layer *L, con
         rank(p, at, L, &row, own, c->entries, out.n_entries, KERN_KEYS_OWN, &out.own);
         rank_shadows(p, at, L, &row, &out);
         if (c->lists) {
-            out.list = m->s.selected + (int64_t)row.row0 * m->opt.max_topk;
-            out.n_list = m->s.n_selected[row.row0];
+            read_back(p, &out.n_list, m->s.n_selected + row.row0, sizeof out.n_list);
+            read_back(p, m->h.selected, m->s.selected + (int64_t)row.row0 * m->opt.max_topk,
+                      (size_t)m->opt.max_topk * sizeof *m->h.selected);
+            out.list = m->h.selected;
         }
         if (p->rc == 0) c->on_row(c->ctx, &out);
     }
@@ -512,7 +602,7 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
        .pages = p->b->pages, .layout = &m->layout, .layer = at, .seqs = p->b->seqs,
        .n_seqs = p->b->n_seqs, .T = p->T, .H = s->index_heads, .selected = m->s.selected,
        .n_selected = m->s.n_selected, .sel_ld = m->opt.max_topk, .scores = scores,
-       .score_ld = n_scores, .score_rows = scored ? NULL : m->s.score_rows,
+       .score_ld = n_scores, .score_rows = scored ? NULL : m->h.score_rows,
        .n_score_rows = n_captured, .margin = scored ? m->s.margin : NULL, .act = m->act);
     if (scored) {
         if (scores) tap(p, at, "index_scores", MODEL_ELEM_F32, scores, n_scores);
@@ -580,7 +670,7 @@ static void experts(struct pass *p, int32_t at, const struct model_layer *L)
     tap(p, at, "ffn_x", act_elem(m), m->s.x, s->D);
     linear_f32(p, m->s.x, &L->gate, m->s.gate);
     OP(p, route, .logits = m->s.gate, .bias = L->gate_bias, .tid2eid = L->tid2eid,
-       .tid_bytes = L->tid_bytes, .ids = p->b->ids, .T = p->T, .E = s->E, .k = s->k, .V = s->V,
+       .tid_bytes = L->tid_bytes, .ids = m->s.ids, .T = p->T, .E = s->E, .k = s->k, .V = s->V,
        .scale = s->route_scale, .normalize = s->norm_topk && s->score != KERN_SCORE_SOFTMAX,
        .score_fn = s->score, .experts = m->s.experts, .weights = m->s.weights,
        .margin = margin ? m->s.margin : NULL);
@@ -630,13 +720,16 @@ static void head(struct pass *p, const struct model_hc *hc, const struct kern_ve
     const int64_t a = kern_dtype_bytes(m->act);
     for (int32_t i = 0; i < b->n_logit_rows;) {
         int32_t n = 1, row = b->logit_rows[i];
-        while (i + n < b->n_logit_rows && b->logit_rows[i + n] == row + n) n++;
+        const int32_t most = m->host ? b->n_logit_rows : HEAD_ROWS;
+        while (n < most && i + n < b->n_logit_rows && b->logit_rows[i + n] == row + n) n++;
         const uint8_t *h = (const uint8_t *)m->s.h + (int64_t)row * s->hc * s->D * a;
         OP(p, hc_collapse, .h = h, .fn = hc->fn, .base = hc->base, .scale = hc->scale, .x = m->s.x,
            .T = n, .hc = s->hc, .D = s->D, .iters = s->hc_iters, .hc_eps = s->hc_eps,
            .norm_eps = s->norm_eps, .act = m->act);
         rmsnorm(p, m->s.x, norm, m->s.x, n);
-        linear_rows(p, m->s.x, m->act, &m->w->head, b->logits + (int64_t)i * s->V, KERN_F32, n);
+        float *to = b->logits + (int64_t)i * s->V, *logits = m->host ? to : m->s.logits;
+        linear_rows(p, m->s.x, m->act, &m->w->head, logits, KERN_F32, n);
+        if (!m->host) read_back(p, to, logits, (size_t)n * (size_t)s->V * sizeof *to);
         i += n;
     }
 }
@@ -723,12 +816,22 @@ static int check_batch(const struct model *m, const struct model_batch *b, struc
     return 0;
 }
 
+/* Tells the device what the pass is about. */
+static void begin(struct pass *p)
+{
+    struct model *m = p->m;
+    const size_t bytes = (size_t)p->T * sizeof(int32_t);
+    for (int32_t i = 0; i < p->b->n_seqs; i++)
+        for (int32_t r = 0; r < p->b->seqs[i].n_rows; r++)
+            m->h.pos[p->b->seqs[i].row0 + r] = (int32_t)(p->b->seqs[i].pos0 + r);
+    p->rc = kern_stream_batch(m->stream, p->b->seqs, p->b->n_seqs);
+    if (p->rc == 0) p->rc = kern_stream_write(m->stream, m->s.pos, m->h.pos, bytes);
+    if (p->rc == 0 && p->b->ids) p->rc = kern_stream_write(m->stream, m->s.ids, p->b->ids, bytes);
+}
+
 static void rotation_tables(struct pass *p)
 {
     struct model *m = p->m;
-    for (int32_t i = 0; i < p->b->n_seqs; i++)
-        for (int32_t r = 0; r < p->b->seqs[i].n_rows; r++)
-            m->s.pos[p->b->seqs[i].row0 + r] = (int32_t)(p->b->seqs[i].pos0 + r);
     for (int f = 0; f < 2; f++)
         OP(p, rope_table, .pos = m->s.pos, .inv_freq = m->inv_freq[f], .cos = m->s.cos[f],
            .sin = m->s.sin[f], .T = p->T, .rd = m->w->shape.rd);
@@ -737,8 +840,31 @@ static void rotation_tables(struct pass *p)
 static int finish(struct pass *p, struct tow_err *err)
 {
     if (p->rc == 0) p->rc = kern_stream_sync(p->m->stream);
+    (void)kern_stream_batch(p->m->stream, NULL, 0);
     if (p->rc < 0) return tow_fail(err, p->rc, "forward pass: %s", tow_err_text(p->rc));
     return 0;
+}
+
+static size_t streams_bytes(const struct model *m, int32_t T)
+{
+    return (size_t)T * (size_t)(m->w->shape.hc * m->w->shape.D) * (size_t)kern_dtype_bytes(m->act);
+}
+
+/* The position reached, to each sequence's tail; the MTP block's goes on from what is there. */
+static int set_tails(struct model *m, const struct model_batch *b)
+{
+    int rc = 0;
+    for (int32_t i = 0; i < b->n_seqs && rc == 0; i++) {
+        const struct kern_seq *q = &b->seqs[i];
+        struct kern_kv_tail_head head = {KERN_KV_TAIL_MAGIC, q->pos0 + q->n_rows, 0, 0};
+        if (q->pos0 > 0 && m->opt.mtp) {
+            struct kern_kv_tail_head old;
+            rc = kern_stream_read(m->stream, &old, q->tail, sizeof old);
+            if (old.magic == KERN_KV_TAIL_MAGIC) head.mtp_pos = old.mtp_pos;
+        }
+        if (rc == 0) rc = kern_stream_write(m->stream, q->tail, &head, sizeof head);
+    }
+    return rc;
 }
 
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err)
@@ -750,23 +876,17 @@ int model_forward(struct model *m, const struct model_batch *b, struct tow_err *
     bool part = b->first_layer != b->last_layer;
     int32_t first = part ? b->first_layer : 0, last = part ? b->last_layer : s->n_layers;
 
+    begin(&p);
     rotation_tables(&p);
     if (b->streams_in)
-        memcpy(m->s.h, b->streams_in,
-               (size_t)b->T * (size_t)(s->hc * s->D) * (size_t)kern_dtype_bytes(m->act));
+        p.rc = kern_stream_write(m->stream, m->s.h, b->streams_in, streams_bytes(m, b->T));
     else
-        OP(&p, embed, .ids = b->ids, .w = m->w->embed, .out = m->s.h, .T = b->T, .hc = s->hc,
+        OP(&p, embed, .ids = m->s.ids, .w = m->w->embed, .out = m->s.h, .T = b->T, .hc = s->hc,
            .act = m->act);
     for (int32_t i = first; i < last; i++) run_layer(&p, i, &m->w->layers[i]);
     head(&p, &m->w->hc_head, &m->w->norm);
-    rc = finish(&p, err);
-    if (rc == 0)
-        for (int32_t i = 0; i < b->n_seqs; i++) {
-            const struct kern_seq *q = &b->seqs[i];
-            int64_t mtp = q->pos0 == 0 ? 0 : model_tail_mtp_pos(q->tail);
-            model_tail_set(q->tail, q->pos0 + q->n_rows, mtp < 0 ? 0 : mtp);
-        }
-    return rc;
+    if (p.rc == 0) p.rc = set_tails(m, b);
+    return finish(&p, err);
 }
 
 int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
@@ -777,23 +897,27 @@ int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
     int rc = check_batch(m, b, err);
     if (rc < 0 || b->T == 0) return rc;
     const struct model_mtp *w = &m->w->mtp[0];
-    const void *h = b->streams_in ? b->streams_in : m->s.h;
 
+    begin(&p);
     rotation_tables(&p);
-    OP(&p, embed, .ids = b->ids, .w = m->w->embed, .out = m->s.x, .T = b->T, .hc = 1,
+    if (b->streams_in)
+        p.rc = kern_stream_write(m->stream, m->s.h, b->streams_in, streams_bytes(m, b->T));
+    OP(&p, embed, .ids = m->s.ids, .w = m->w->embed, .out = m->s.x, .T = b->T, .hc = 1,
        .act = m->act);
     rmsnorm(&p, m->s.x, &w->enorm, m->s.x, b->T);
     linear(&p, m->s.x, &w->e_proj, m->s.y);
-    rmsnorm(&p, h, &w->hnorm, m->s.mtp_in, b->T * s->hc);
+    rmsnorm(&p, m->s.h, &w->hnorm, m->s.mtp_in, b->T * s->hc);
     linear_rows(&p, m->s.mtp_in, m->act, &w->h_proj, m->s.h, m->act, b->T * s->hc);
     OP(&p, mtp_mix, .e = m->s.y, .g = m->s.h, .out = m->s.h, .T = b->T, .hc = s->hc, .D = s->D,
        .act = m->act);
     run_layer(&p, s->n_layers, &m->w->layers[s->n_layers]);
     head(&p, &w->hc_head, &w->norm);
-    rc = finish(&p, err);
-    if (rc == 0)
-        for (int32_t i = 0; i < b->n_seqs; i++)
-            model_tail_set(b->seqs[i].tail, model_tail_pos(b->seqs[i].tail),
-                           b->seqs[i].pos0 + b->seqs[i].n_rows);
-    return rc;
+    for (int32_t i = 0; i < b->n_seqs && p.rc == 0; i++) {
+        struct kern_kv_tail_head at;
+        p.rc = kern_stream_read(m->stream, &at, b->seqs[i].tail, sizeof at);
+        at = (struct kern_kv_tail_head){KERN_KV_TAIL_MAGIC, at.pos,
+                                        b->seqs[i].pos0 + b->seqs[i].n_rows, 0};
+        if (p.rc == 0) p.rc = kern_stream_write(m->stream, b->seqs[i].tail, &at, sizeof at);
+    }
+    return finish(&p, err);
 }

@@ -4,6 +4,8 @@
  *          rows are in a batch. It knows layers, weights and batches, and nothing of roles,
  *          requests or sockets.
  * Owner    The engine thread (one at a time); nothing in here is shared.
+ * Memory   Pages and tails are device memory (kern_dev_alloc of model_peek_dev()); all else in a batch is
+ *          the host's. What a tap or a capture is told of is host memory.
  * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing (a capture may).
  *          The logits of a sequence are the same bits whatever the chunk size, the companions in
  *          the batch, the number of threads and the process it runs in.
@@ -28,7 +30,7 @@ struct tow_err;
 enum { MODEL_MAX_TOPK = 4096, MODEL_MAX_ROWS = 65536 };
 
 struct model_options {
-    const char *device; /* "cpu" */
+    const char *device; /* "cpu", "cuda:N" */
     int32_t n_threads;  /* 0 = all cores */
     bool exact;         /* --numerics exact; kv_fmt and ik_fmt must be F32 */
     enum kern_kv_fmt kv_fmt;
@@ -121,9 +123,9 @@ struct model_batch {
  * TOW_EINVAL (batch broken), TOW_EDEVICE. */
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err);
 
-/* The streams [T, hc, D] (act type) that leave the last layer of the last pass;
- * borrowed until the next pass. */
-const void *model_peek_streams(const struct model *m);
+/* Copies rows row0 .. row0+n-1 of the streams [T, hc, D] (act type) that left the last layer of the last
+ * pass to host memory. 0, TOW_EDEVICE. */
+int model_read_streams(struct model *m, int32_t row0, int32_t n, void *out);
 
 /* MTP block 0 over the rows of the last pass, or of streams_in: b->ids are the *next* tokens;
  * b->seqs say the same rows and positions. Logits predict the token after next. */

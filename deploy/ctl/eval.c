@@ -6,6 +6,7 @@
 #include "common/base/hash.h"
 #include "common/kv/table.h"
 #include "common/model/safetensors.h"
+#include "kernels/dev.h"
 
 #include <limits.h>
 #include <stdarg.h>
@@ -150,20 +151,43 @@ static int read_input(struct run *r, struct tow_err *err)
 
 /* ------------------------------------------------------------------ the sequence's pages */
 
+/* Bytes that were never written must not matter. */
+static int poison(struct run *r, uint8_t *dev, size_t bytes, uint8_t fill)
+{
+    uint8_t block[4096];
+    int rc = 0;
+    memset(block, fill, sizeof block);
+    for (size_t at = 0; at < bytes && rc == 0; at += sizeof block)
+        rc = kern_stream_write(kern_dev_stream(model_peek_dev(r->m)), dev + at, block,
+                               bytes - at < sizeof block ? bytes - at : sizeof block);
+    return rc;
+}
+
+/* Device memory as the host sees it, until the run ends; NULL: no memory, sticky. */
+static const void *fetch(struct run *r, const void *dev, int64_t bytes)
+{
+    struct kern_dev *d = model_peek_dev(r->m);
+    if (kern_dev_host_memory(d)) return dev;
+    void *to = hold(r, bytes, 1);
+    if (to && kern_stream_read(kern_dev_stream(d), to, dev, (size_t)bytes) < 0) r->no_memory = true;
+    return to;
+}
+
 static int make_pool(struct run *r, uint8_t **pages, uint8_t **tails, struct kv_pool **pool,
                      uint32_t spare, uint8_t fill, struct tow_err *err)
 {
     uint32_t n = (uint32_t)kern_kv_pages_for(r->T + r->n_greedy, r->lay->page_tokens) + spare;
     size_t bytes = (size_t)n * (size_t)r->lay->page_bytes,
            tail_bytes = 3 * (size_t)r->lay->tail_bytes;
-    *pages = aligned_alloc(4096, bytes);
-    *tails = aligned_alloc(4096, tail_bytes);
+    struct kern_dev *dev = model_peek_dev(r->m);
+    *pages = kern_dev_alloc(dev, bytes);
+    *tails = kern_dev_alloc(dev, tail_bytes);
     if (!*pages || !*tails) return tow_fail(err, TOW_ENOMEM, "eval: no memory for %u pages", n);
-    /* Poison: bytes that were never written must not matter. */
-    memset(*pages, fill, bytes);
-    memset(*tails, fill, tail_bytes);
-    int rc = kv_pool_new(pool, *pages, n, (size_t)r->lay->page_bytes, *tails, 3,
-                         (size_t)r->lay->tail_bytes, err);
+    int rc = poison(r, *pages, bytes, fill);
+    if (rc == 0) rc = poison(r, *tails, tail_bytes, fill);
+    if (rc < 0) return tow_fail(err, rc, "eval: the device does not answer");
+    rc = kv_pool_new(pool, *pages, n, (size_t)r->lay->page_bytes, *tails, 3,
+                     (size_t)r->lay->tail_bytes, err);
     if (rc == 0) kv_pool_shuffle(*pool, 42u + fill);
     return rc;
 }
@@ -172,10 +196,16 @@ static int make_pool(struct run *r, uint8_t **pages, uint8_t **tails, struct kv_
  * digests checked. */
 static int hand_over(struct run *r, struct tow_err *err)
 {
+    struct kern_dev *dev = model_peek_dev(r->m);
+    struct kern_stream *s = kern_dev_stream(dev);
     uint8_t *pages = NULL, *tails = NULL;
     struct kv_pool *pool = NULL;
     struct kv_table to;
     kv_table_init(&to);
+    /* On the way, as the wire has them, and back from where they arrived. */
+    uint8_t *sent = hold(r, r->lay->page_bytes + r->lay->tail_bytes, 1);
+    uint8_t *landed = hold(r, r->lay->page_bytes, 1);
+    if (!sent || !landed) return tow_fail(err, TOW_ENOMEM, "eval: out of memory");
     int rc = make_pool(r, &pages, &tails, &pool, 7, 0xff, err);
     if (rc == 0 && (rc = kv_table_grow(&to, pool, r->table.n_pages)) < 0)
         tow_fail(err, rc, "eval: hand-over: no pages");
@@ -185,18 +215,23 @@ static int hand_over(struct run *r, struct tow_err *err)
         for (int32_t k = 0; rc == 0 && k < r->lay->n_parts; k++) {
             int64_t off, bytes;
             kern_kv_part(r->lay, k, &off, &bytes);
-            memcpy(dst + off, src + off, (size_t)bytes);
-            if (tow_hash64(dst + off, (size_t)bytes) != tow_hash64(src + off, (size_t)bytes))
+            if (kern_stream_read(s, sent, src + off, (size_t)bytes) < 0 ||
+                kern_stream_write(s, dst + off, sent, (size_t)bytes) < 0 ||
+                kern_stream_read(s, landed, dst + off, (size_t)bytes) < 0)
+                rc = tow_fail(err, TOW_EDEVICE, "eval: hand-over: the device does not answer");
+            else if (tow_hash64(landed, (size_t)bytes) != tow_hash64(sent, (size_t)bytes))
                 rc = tow_fail(err, TOW_EDIGEST, "eval: hand-over: page %u part %d differs", i, k);
         }
     }
-    if (rc == 0)
-        memcpy(kv_pool_tail(pool, to.tail), kv_pool_tail(r->pool, r->table.tail),
-               (size_t)r->lay->tail_bytes);
+    if (rc == 0 &&
+        (kern_stream_read(s, sent, kv_pool_tail(r->pool, r->table.tail),
+                          (size_t)r->lay->tail_bytes) < 0 ||
+         kern_stream_write(s, kv_pool_tail(pool, to.tail), sent, (size_t)r->lay->tail_bytes) < 0))
+        rc = tow_fail(err, TOW_EDEVICE, "eval: hand-over: the device does not answer");
     kv_table_fini(&r->table, r->pool);
     kv_pool_free(r->pool);
-    free(r->pages);
-    free(r->tails);
+    kern_dev_free(dev, r->pages);
+    kern_dev_free(dev, r->tails);
     r->pages = pages;
     r->tails = tails;
     r->pool = pool;
@@ -378,7 +413,6 @@ static int mtp_rows(struct run *r, int64_t pos0, int32_t n, const int32_t *next,
 static int prefill(struct run *r, int32_t chunk, struct tow_err *err)
 {
     const struct model_shape *s = r->s;
-    const size_t stream_bytes = (size_t)s->hc * (size_t)s->D * (r->e->model.exact ? 4 : 2);
     struct model_tap tap = {.on_tensor = on_tensor,
                             .ctx = r,
                             .scores = (r->dump & (CTL_DUMP_INDEX | CTL_DUMP_EXPERTS)) != 0};
@@ -413,9 +447,7 @@ static int prefill(struct run *r, int32_t chunk, struct tow_err *err)
                (size_t)n_recorded * (size_t)s->V * sizeof *logits);
         if (is_last) {
             memcpy(r->last, logits + (int64_t)(n_rows - 1) * s->V, (size_t)s->V * sizeof *logits);
-            memcpy(r->last_streams,
-                   (const char *)model_peek_streams(r->m) + (size_t)(n - 1) * stream_bytes,
-                   stream_bytes);
+            rc = model_read_streams(r->m, n - 1, 1, r->last_streams);
         }
         /* The last row waits for the first greedy token, which is its next one. */
         if ((r->dump & CTL_DUMP_MTP) && n - is_last > 0)
@@ -522,8 +554,12 @@ static float *entries(struct run *r, const struct kern_kv_layer *l, bool index, 
                       int32_t width)
 {
     float *to = hold(r, n * width, sizeof(float));
+    const uint8_t *page = NULL;
     for (int64_t i = 0; to && i < n; i++) {
-        const uint8_t *page = kv_pool_page(r->pool, r->table.ids[i / l->per_page]);
+        if (i % l->per_page == 0)
+            page =
+                fetch(r, kv_pool_page(r->pool, r->table.ids[i / l->per_page]), r->lay->page_bytes);
+        if (!page) return NULL;
         if (index)
             kern_ik_load(r->lay->spec.ik_fmt, page + l->index_off, l->per_page, i % l->per_page,
                          to + i * width, width);
@@ -543,8 +579,9 @@ static void put_compressor(struct run *r, int *rc, struct tow_err *err, int32_t 
     const int32_t e = index ? r->s->index_dim : r->s->d, ratio = l->ratio, width = comp->wkv.n;
     const int64_t n = r->T / ratio, pending = r->T % ratio;
     float *kv = r->layers[at].rows[index][0], *gate = r->layers[at].rows[index][1];
-    for (int64_t i = 0; i < pending; i++)
-        for (int32_t j = 0; j < width; j++) gate[i * width + j] += comp->ape[i * width + j];
+    const float *ape = fetch(r, comp->ape, (int64_t)ratio * width * (int64_t)sizeof(float));
+    for (int64_t i = 0; ape && i < pending; i++)
+        for (int32_t j = 0; j < width; j++) gate[i * width + j] += ape[i * width + j];
     put(r, rc, err, MODEL_DT_F32, entries(r, l, index, n, e), DIMS(n, e), "state.%d.%s.entries", at,
         nm);
     put(r, rc, err, MODEL_DT_F32, kv, DIMS(pending, width), "state.%d.%s.pending_kv", at, nm);
@@ -552,12 +589,13 @@ static void put_compressor(struct run *r, int *rc, struct tow_err *err, int32_t 
     if (!kern_kv_overlaps(ratio) || n == 0) return;
     /* State order: kv rows, score rows [ratio-1][2e] each,
      * then the previous group's halves (kv_layout.h). */
-    const float *st = (const float *)(const void *)(kv_pool_tail(r->pool, r->table.tail) +
-                                                    (index ? l->istate_off : l->mstate_off));
-    const float *prev = st + 2 * (int64_t)(ratio - 1) * 2 * e;
+    const float *st =
+        fetch(r, kv_pool_tail(r->pool, r->table.tail) + (index ? l->istate_off : l->mstate_off),
+              index ? l->istate_bytes : l->mstate_bytes);
     float *copy = hold(r, 2 * (int64_t)ratio * e, sizeof(float));
-    if (!copy) return;
-    memcpy(copy, prev, 2 * (size_t)ratio * (size_t)e * sizeof(float));
+    if (!copy || !st) return;
+    memcpy(copy, st + 2 * (int64_t)(ratio - 1) * 2 * e,
+           2 * (size_t)ratio * (size_t)e * sizeof(float));
     put(r, rc, err, MODEL_DT_F32, copy, DIMS(ratio, e), "state.%d.%s.prev_kv", at, nm);
     put(r, rc, err, MODEL_DT_F32, copy + (int64_t)ratio * e, DIMS(ratio, e),
         "state.%d.%s.prev_score", at, nm);
@@ -567,8 +605,9 @@ static void put_compressor(struct run *r, int *rc, struct tow_err *err, int32_t 
 static int put_state(struct run *r, struct tow_err *err)
 {
     const struct model_shape *s = r->s;
-    const uint8_t *tail = kv_pool_tail(r->pool, r->table.tail);
+    const uint8_t *tail = fetch(r, kv_pool_tail(r->pool, r->table.tail), r->lay->tail_bytes);
     int rc = 0;
+    if (!tail) return tow_fail(err, TOW_ENOMEM, "eval: no memory for the state");
     for (int32_t i = 0; i < s->n_layers; i++) {
         const struct kern_kv_layer *l = &r->lay->layer[i];
         float *ring = hold(r, (int64_t)s->window * s->d, sizeof(float));
@@ -672,8 +711,8 @@ int ctl_eval_run(const struct ctl_eval *e, struct tow_err *err)
         kv_table_fini(&r.table, r.pool);
         kv_pool_free(r.pool);
     }
-    free(r.pages);
-    free(r.tails);
+    kern_dev_free(model_peek_dev(r.m), r.pages);
+    kern_dev_free(model_peek_dev(r.m), r.tails);
     for (size_t i = 0; i < r.n_owned; i++) free(r.owned[i]);
     free(r.owned);
     model_close(r.m);
