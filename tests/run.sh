@@ -46,6 +46,13 @@ for kind; do
             esac
         done
     fi
+    # The whole model's goldens, on the device.
+    if [ "$kind" = gpu ]; then
+        for t in eval block smoke; do
+            [ -e "$B/test/golden/${t}_test" ] || continue
+            one "golden/${t}_test on cuda:0" env TOW_TEST_DEVICE=cuda:0 timeout 900 "$B/test/golden/${t}_test"
+        done
+    fi
 done
 echo "$passed passed, $failed failed$([ $skipped -eq 0 ] || echo ", $skipped skipped")"
 [ "$failed" -eq 0 ]

@@ -4,7 +4,7 @@
  * Rounding noise does not pile up over layers here, so this bound (median 0.025, 95th percentile
  * 0.04) sees mistakes that the end-to-end bound hides. Positions whose choice of experts or
  * entries hangs on less than 0.01 are left out. */
-#include "tests/support/check.h"
+#include "tests/support/device.h"
 #include "tests/support/golden.h"
 
 #include "common/base/err.h"
@@ -44,7 +44,7 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
     char dir[256];
     snprintf(dir, sizeof dir, "%s/native/checkpoint", root ? root : "tests/golden/data");
     struct model_options opt = {
-        .device = "cpu", .kv_fmt = KERN_KV_FP8, .ik_fmt = KERN_IK_FP4, .max_rows = MAX_T};
+        .device = test_device(), .kv_fmt = KERN_KV_FP8, .ik_fmt = KERN_IK_FP4, .max_rows = MAX_T};
     struct model *m = NULL;
     struct tow_err err = {0};
     if (model_open(&m, dir, &opt, &err) < 0) fail_msg("%s", err.msg);
@@ -130,6 +130,7 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
 
 int main(void)
 {
+    if (!test_device_there(test_device())) return 77;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_block__streams_in_to_streams_out_within_the_bound)};
     return cmocka_run_group_tests(tests, NULL, NULL);

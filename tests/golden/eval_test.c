@@ -3,7 +3,7 @@
  * Every file of tests/golden/data/{exact-bf16,native,nvfp4}/expected, within the tolerances that
  * the goldens' README states; then bit-equality across chunk sizes, thread counts and the
  * hand-over. */
-#include "tests/support/check.h"
+#include "tests/support/device.h"
 #include "tests/support/golden.h"
 
 #include "common/base/err.h"
@@ -66,7 +66,7 @@ static void run_eval(const struct kase *c, int chunk, int threads, bool handover
                          .greedy = -1,
                          .handover = handover,
                          .force = force};
-    e.model.device = "cpu";
+    e.model.device = test_device();
     e.model.n_threads = threads;
     e.model.exact = c->exact;
     e.model.kv_fmt = c->exact ? KERN_KV_F32 : bf16_kv ? KERN_KV_BF16 : KERN_KV_FP8;
@@ -289,6 +289,7 @@ static void test_eval__same_bits_for_any_chunk_thread_count_and_hand_over(void *
 
 int main(void)
 {
+    if (!test_device_there(test_device())) return 77;
     snprintf(out_path, sizeof out_path, "/tmp/towpath-eval-test-%d.safetensors", (int)getpid());
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_eval__goldens_within_their_tolerances),

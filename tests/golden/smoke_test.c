@@ -5,7 +5,7 @@
  * below that another correct implementation may choose differently, so a first difference is
  * accepted there if our own two best logits were that near.
  * The answer must hold every string of `expect` in any case. */
-#include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/buf.h"
 #include "common/base/clock.h"
@@ -69,7 +69,7 @@ static int set_up(void **state)
     assert_non_null(s->cases = json_require(s->root, "cases", &s->err));
     snprintf(path, sizeof path, "%s/tokenizer.json", dir());
     if (text_tokenizer_load(&s->tok, path, &s->err) < 0) fail_msg("%s", s->err.msg);
-    const struct model_options opt = {.device = "cpu",
+    const struct model_options opt = {.device = test_device(),
                                       .kv_fmt = KERN_KV_FP8,
                                       .ik_fmt = KERN_IK_FP4,
                                       .expert_aq = KERN_AQ_A128,
@@ -78,8 +78,8 @@ static int set_up(void **state)
     if (model_open(&s->m, dir(), &opt, &s->err) < 0) fail_msg("%s", s->err.msg);
     const struct kern_kv_layout *lay = model_peek_layout(s->m);
     const uint32_t n = (uint32_t)kern_kv_pages_for(MAX_PROMPT + MAX_ANSWER, lay->page_tokens);
-    s->pages = aligned_alloc(4096, ((size_t)n * (size_t)lay->page_bytes + 4095) & ~(size_t)4095);
-    s->tails = aligned_alloc(4096, ((size_t)lay->tail_bytes + 4095) & ~(size_t)4095);
+    s->pages = kern_dev_alloc(model_peek_dev(s->m), (size_t)n * (size_t)lay->page_bytes);
+    s->tails = kern_dev_alloc(model_peek_dev(s->m), (size_t)lay->tail_bytes);
     s->logits = calloc((size_t)model_peek_weights(s->m)->shape.V, sizeof *s->logits);
     assert_true(s->pages && s->tails && s->logits);
     if (kv_pool_new(&s->pool, s->pages, n, (size_t)lay->page_bytes, s->tails, 1,
@@ -94,11 +94,11 @@ static int tear_down(void **state)
 {
     struct smoke *s = *state;
     kv_pool_free(s->pool);
+    kern_dev_free(model_peek_dev(s->m), s->pages);
+    kern_dev_free(model_peek_dev(s->m), s->tails);
     model_close(s->m);
     text_tokenizer_free(s->tok);
     json_free(s->root);
-    free(s->pages);
-    free(s->tails);
     free(s->logits);
     free(s);
     return 0;
@@ -268,6 +268,7 @@ static void answers_as_recorded(void **state)
 
 int main(void)
 {
+    if (!test_device_there(test_device())) return 77;
     setvbuf(stdout, NULL, _IOLBF, 0);
     const struct CMUnitTest tests[] = {cmocka_unit_test(answers_as_recorded)};
     return cmocka_run_group_tests(tests, set_up, tear_down);

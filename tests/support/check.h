@@ -20,4 +20,11 @@ static inline uint32_t test_limit_ms(uint32_t ms)
     return slack > 1 && slack <= 1000 ? (uint32_t)(ms * slack) : ms;
 }
 
+/* The device that whole-model tests run on: TOW_TEST_DEVICE, else the CPU. */
+static inline const char *test_device(void)
+{
+    const char *d = getenv("TOW_TEST_DEVICE");
+    return d && *d ? d : "cpu";
+}
+
 #endif
