@@ -19,6 +19,7 @@ struct engine_seq {
     struct model_bias *bias; /* owned */
     int32_t *output;         /* owned; every output token so far */
     int32_t n_output, cap;
+    bool arrived; /* its pages have been taken to the device */
 };
 
 struct server {
@@ -140,12 +141,14 @@ static void start_step(struct server *d, struct dec_seq *const *batch, uint32_t 
                                                  .shadowed = work_capture_shadowed(s->capture)},
                                          .ids = &d->ids[i],
                                          .sample = true,
+                                         .arrive = !e->arrived,
                                          .sampling = e->sampling,
                                          .output = e->output,
                                          .n_output = e->n_output,
                                          .index = s->n_output,
                                          .capture = work_capture_begin(s->capture, s->n_output)};
     }
+    for (uint32_t i = 0; i < n; i++) ((struct engine_seq *)batch[i]->user)->arrived = true;
     d->step = (struct work_step){.items = d->items, .n = (int32_t)n, .err = &d->step_err};
     int rc = work_engine_submit(d->w->engine, &d->step);
     tow_assert(rc == 0); /* one step at a time, and the queue holds more */

@@ -43,6 +43,10 @@ void kern_dev_close(struct kern_dev *dev)
 {
     if (dev) of(dev)->close(dev);
 }
+void kern_dev_use(struct kern_dev *dev)
+{
+    if (of(dev)->use) of(dev)->use(dev);
+}
 const struct kern_ops *kern_dev_ops(const struct kern_dev *dev)
 {
     return of(dev)->ops;
@@ -62,6 +66,10 @@ const char *kern_dev_isa(const struct kern_dev *dev)
 bool kern_dev_host_memory(const struct kern_dev *dev)
 {
     return of(dev)->host_memory;
+}
+uint64_t kern_dev_free_bytes(const struct kern_dev *dev)
+{
+    return of(dev)->free_bytes ? of(dev)->free_bytes(dev) : 0;
 }
 void *kern_dev_alloc(struct kern_dev *dev, size_t bytes)
 {

@@ -27,11 +27,17 @@ struct kern_weight;
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err);
 void kern_dev_close(struct kern_dev *dev); /* NULL is fine */
 
+/* Makes the calling thread the one that drives the device from now on. */
+void kern_dev_use(struct kern_dev *dev);
+
 const struct kern_ops *kern_dev_ops(const struct kern_dev *dev);
 struct kern_stream *kern_dev_stream(struct kern_dev *dev);
 int kern_dev_threads(const struct kern_dev *dev);      /* CUDA: 1 */
 const char *kern_dev_isa(const struct kern_dev *dev);  /* "amx" "avx512" "avx2" "c"; "sm_90" ... */
 bool kern_dev_host_memory(const struct kern_dev *dev); /* the CPU may read and write it directly */
+
+/* Bytes of device memory that can still be taken; 0 where it is host memory. */
+uint64_t kern_dev_free_bytes(const struct kern_dev *dev);
 
 /* Device memory, 64-byte aligned (CUDA: 256), zeroed. NULL when there is none. */
 void *kern_dev_alloc(struct kern_dev *dev, size_t bytes);

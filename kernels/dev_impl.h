@@ -11,11 +11,13 @@
 
 struct kern_backend {
     const struct kern_ops *ops;
-    bool host_memory; /* the processor reads and writes device memory itself */
+    bool host_memory;                  /* the processor reads and writes device memory itself */
+    void (*use)(struct kern_dev *dev); /* NULL: any thread may */
     void (*close)(struct kern_dev *dev);
     struct kern_stream *(*stream)(struct kern_dev *dev);
     int (*threads)(const struct kern_dev *dev);
     const char *(*isa)(const struct kern_dev *dev);
+    uint64_t (*free_bytes)(const struct kern_dev *dev); /* NULL: host memory */
     void *(*alloc)(struct kern_dev *dev, size_t bytes);
     void (*free)(struct kern_dev *dev, void *p);
     int (*sync)(struct kern_stream *s);

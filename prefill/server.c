@@ -136,6 +136,7 @@ static void start_chunk(struct server *p, const struct pre_action *a)
                                          .shadowed = work_capture_shadowed(j->capture)},
                                  .ids = (const int32_t *)j->tokens + a->from,
                                  .sample = a->last,
+                                 .depart = true,
                                  .sampling = e->sampling,
                                  .output = (const int32_t *)j->tokens + j->n_prompt,
                                  .n_output = (int32_t)(j->n_tokens - j->n_prompt),

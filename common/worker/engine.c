@@ -6,6 +6,8 @@
 #include "common/base/err.h"
 #include "common/base/fault.h"
 #include "common/base/inbox.h"
+#include "common/worker/cache.h"
+#include "kernels/dev.h"
 
 #include <pthread.h>
 #include <stdatomic.h>
@@ -13,9 +15,8 @@
 #include <string.h>
 
 struct work_engine {
-    struct model *model; /* borrowed */
-    uint8_t *pages;      /* borrowed: base of the page pool */
-    uint32_t n_pages;    /* in it */
+    struct model *model;      /* borrowed */
+    struct work_cache *cache; /* borrowed */
     int32_t max_samples;
     int32_t *ids;                          /* owned [max_rows] */
     int32_t *rows;                         /* owned [max_samples] */
@@ -35,6 +36,21 @@ struct work_engine {
     _Atomic uint64_t n_steps;
 };
 
+/* What the transport brought, or will take. */
+static int move_cache(struct work_engine *e, const struct work_step *step, bool after)
+{
+    int rc = 0;
+    for (int32_t i = 0; i < step->n && rc == 0; i++) {
+        const struct work_item *it = &step->items[i];
+        if (after ? !it->depart : !it->arrive) continue;
+        rc = after ? work_cache_out(e->cache, &it->seq, it->sample)
+                   : work_cache_in(e->cache, &it->seq);
+    }
+    return rc < 0 ? tow_fail(step->err, rc, "engine: pages %s the device: %s",
+                             after ? "from" : "to", tow_err_text(rc))
+                  : 0;
+}
+
 static void run(struct work_engine *e, struct work_step *step)
 {
     const struct model_weights *w = model_peek_weights(e->model);
@@ -46,6 +62,7 @@ static void run(struct work_engine *e, struct work_step *step)
         it->seq.row0 = T;
         memcpy(e->ids + T, it->ids, (size_t)it->seq.n_rows * sizeof *e->ids);
         e->seqs[i] = it->seq;
+        e->seqs[i].tail = work_cache_tail(e->cache, it->seq.tail);
         e->captures[i] = it->capture;
         if (it->capture) captured = true;
         T += it->seq.n_rows;
@@ -59,10 +76,12 @@ static void run(struct work_engine *e, struct work_step *step)
                             .n_logit_rows = n_rows,
                             .logits = e->logits,
                             .captures = captured ? e->captures : NULL,
-                            .pages = e->pages,
-                            .n_pages = e->n_pages};
+                            .pages = work_cache_pages(e->cache),
+                            .n_pages = work_cache_capacity(e->cache)};
     step->rc = tow_fault("engine.step") ? tow_fail(step->err, TOW_EDEVICE, "engine: injected fault")
-                                        : model_forward(e->model, &b, step->err);
+                                        : move_cache(e, step, false);
+    if (step->rc == 0) step->rc = model_forward(e->model, &b, step->err);
+    if (step->rc == 0) step->rc = move_cache(e, step, true);
     if (step->rc < 0) return;
     for (int32_t i = 0, r = 0; i < step->n; i++) {
         struct work_item *it = &step->items[i];
@@ -84,6 +103,7 @@ static void count_inside(struct work_engine *e, int change)
 static void *thread_main(void *arg)
 {
     struct work_engine *e = arg;
+    kern_dev_use(model_peek_dev(e->model));
     for (;;) {
         struct work_step *step;
         if (tow_inbox_take(e->todo, &step)) {
@@ -107,7 +127,7 @@ static void *thread_main(void *arg)
     }
 }
 
-int work_engine_open(struct work_engine **out, struct model *m, void *pages, uint32_t n_pages,
+int work_engine_open(struct work_engine **out, struct model *m, struct work_cache *cache,
                      int32_t max_samples, void (*wake)(void *arg), void *wake_arg,
                      struct tow_err *err)
 {
@@ -115,8 +135,7 @@ int work_engine_open(struct work_engine **out, struct model *m, void *pages, uin
     struct work_engine *e = calloc(1, sizeof *e);
     if (!e) return tow_fail(err, TOW_ENOMEM, "engine: out of memory");
     e->model = m;
-    e->pages = pages;
-    e->n_pages = n_pages;
+    e->cache = cache;
     e->max_samples = max_samples;
     e->ids = malloc((size_t)max_rows * sizeof *e->ids);
     e->rows = malloc((size_t)max_samples * sizeof *e->rows);

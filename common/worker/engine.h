@@ -16,13 +16,14 @@
 #include <stdint.h>
 
 struct tow_err;
+struct work_cache;
 struct work_engine;
 
 enum { WORK_ENGINE_QUEUE = 4 };
 
 /* One sequence's rows in a step. */
 struct work_item {
-    struct kern_seq seq; /* row0 is filled in by the engine */
+    struct kern_seq seq; /* row0 is filled in by the engine; the tail is the host's */
     const int32_t *ids;  /* [seq.n_rows] borrowed */
     bool sample;         /* draw a token from the last row */
     struct model_sampling sampling;
@@ -30,6 +31,9 @@ struct work_item {
     int32_t n_output;
     uint64_t index;                      /* number of the token to draw in the whole answer */
     const struct model_capture *capture; /* what to rank of the last row, or NULL; borrowed */
+    bool arrive;                         /* its pages and tail are new from the transport */
+    bool
+        depart; /* the transport will move what this pass has changed; the tail too if it samples */
     /* result */
     int rc; /* 0, or why no token could be drawn */
     struct model_choice choice;
@@ -46,10 +50,10 @@ struct work_step {
     void *user;
 };
 
-/* pages: base of the page pool, borrowed, with n_pages of them. max_samples: most sampled items of
+/* cache: borrowed; where the pages and tails are. max_samples: most sampled items of
  * one step. wake: called on the engine thread when a step has ended. The model is borrowed and
  * used by nobody else until work_engine_close(). */
-int work_engine_open(struct work_engine **out, struct model *m, void *pages, uint32_t n_pages,
+int work_engine_open(struct work_engine **out, struct model *m, struct work_cache *cache,
                      int32_t max_samples, void (*wake)(void *arg), void *wake_arg,
                      struct tow_err *err);
 /* Waits for what is running; steps not taken back are dropped. NULL is fine. */

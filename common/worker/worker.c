@@ -1,6 +1,7 @@
 /* worker/worker.c - see worker.h. Start-up is one straight list of things opened,
  * closed in reverse order. */
 #include "common/worker/worker.h"
+#include "common/worker/cache.h"
 
 #include "common/base/buf.h"
 #include "common/base/clock.h"
@@ -279,6 +280,16 @@ static uint64_t memory_available(void)
     return kb * 1024;
 }
 
+/* Bytes that pages and tails may take: they lie in host memory, and on a device that has its own there as
+ * well. 0: not known. */
+static uint64_t room_for_pages(const struct work *w)
+{
+    const struct kern_dev *dev = model_peek_dev(w->model);
+    const uint64_t host = memory_available(),
+                   device = kern_dev_host_memory(dev) ? host : kern_dev_free_bytes(dev);
+    return device < host ? device : host;
+}
+
 /* Pages: as asked, else what the share of memory holds,
  * but no more than four full contexts can use. */
 static int plan_pool(struct work *w, struct tow_err *err)
@@ -293,8 +304,9 @@ static int plan_pool(struct work *w, struct tow_err *err)
                         (long long)s->context_length, (long long)model_max);
     int64_t context = s->context_length ? s->context_length : model_max;
     int64_t n = s->kv_pages;
+    uint64_t memory = room_for_pages(w);
     if (n == 0) {
-        int64_t room = (int64_t)(s->memory_fraction * (double)memory_available()) -
+        int64_t room = (int64_t)(s->memory_fraction * (double)memory) -
                        (int64_t)w->n_tails * w->layout->tail_bytes;
         int64_t useful = 4 * kern_kv_pages_for(context, (int32_t)pt);
         n = room / page < useful ? room / page : useful;
@@ -303,13 +315,12 @@ static int plan_pool(struct work *w, struct tow_err *err)
                 err, TOW_ECONFIG,
                 "--memory-fraction %g of %llu MiB free: not one page of %lld bytes besides %u "
                 "tails of %lld bytes",
-                s->memory_fraction, (unsigned long long)(memory_available() >> 20), (long long)page,
-                w->n_tails, (long long)w->layout->tail_bytes);
+                s->memory_fraction, (unsigned long long)(memory >> 20), (long long)page, w->n_tails,
+                (long long)w->layout->tail_bytes);
     }
     /* The transport fills shared memory to test it: too much would take the machine down with
      * it. */
     double need = (double)n * (double)page + (double)w->n_tails * (double)w->layout->tail_bytes;
-    uint64_t memory = memory_available(); /* 0: not known */
     if (memory && need > (double)memory)
         return tow_fail(
             err, TOW_ECONFIG, "--kv-pages %lld: with %u tails that is %.0f MiB; %llu MiB are free",
@@ -918,8 +929,12 @@ static int start_all(struct work *w, struct tow_err *err)
     if ((rc = open_mover(w, err)) < 0) return rc;
     /* UCX takes SIGBUS for itself when it starts. */
     if ((rc = model_weights_guard(err)) < 0) return rc;
-    if ((rc = work_engine_open(&w->engine, w->model, kv_pool_pages(w->pool), w->n_pages,
-                               w->max_samples, net_wake_up, o->engine_wake, err)) < 0)
+    if ((rc = work_cache_open(&w->cache, model_peek_dev(w->model), w->layout,
+                              kv_mover_area(w->mover, KV_AREA_PAGES), w->n_pages,
+                              kv_mover_area(w->mover, KV_AREA_TAILS), w->n_tails, err)) < 0)
+        return rc;
+    if ((rc = work_engine_open(&w->engine, w->model, w->cache, w->max_samples, net_wake_up,
+                               o->engine_wake, err)) < 0)
         return rc;
     if ((rc = tow_metrics_new(&w->metrics, err)) < 0) return rc;
     make_metrics(w);
@@ -953,6 +968,7 @@ static void stop_all(struct work *w)
     net_status_close(o->status);
     kv_mover_close(w->mover);
     work_engine_close(w->engine);
+    work_cache_close(w->cache);
     /* Closed connections report in the loop's last turns: they find no role then. */
     void *self = o->self;
     o->self = NULL;

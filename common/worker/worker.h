@@ -64,6 +64,7 @@ struct work {
     const struct kern_kv_layout *layout;
     struct kv_mover *mover;
     struct kv_pool *pool;
+    struct work_cache *cache; /* the device's side of the pool */
     struct work_engine *engine;
     struct net_loop *loop;
     struct tow_metrics *metrics;

@@ -392,6 +392,11 @@ static void close_dev(struct kern_dev *dev)
     if (dev->stream.cu) cudaStreamDestroy(dev->stream.cu);
     free(dev);
 }
+/* The current device is a thread's own. */
+static void use_dev(struct kern_dev *dev)
+{
+    cudaSetDevice(dev->number);
+}
 static struct kern_stream *stream_of(struct kern_dev *dev)
 {
     return &dev->stream;
@@ -406,15 +411,24 @@ static const char *isa_of(const struct kern_dev *dev)
     return dev->isa;
 }
 
+static uint64_t free_bytes(const struct kern_dev *dev)
+{
+    size_t n = 0, total;
+    (void)dev;
+    return cudaMemGetInfo(&n, &total) == cudaSuccess ? n : 0;
+}
+
 static const struct kern_backend *backend(void)
 {
     static struct kern_backend b;
     b.ops = &kern_cuda;
     b.host_memory = false;
+    b.use = use_dev;
     b.close = close_dev;
     b.stream = stream_of;
     b.threads = one_thread;
     b.isa = isa_of;
+    b.free_bytes = free_bytes;
     b.alloc = alloc_dev;
     b.free = free_dev;
     b.sync = sync_stream;
