@@ -202,7 +202,6 @@ $(B)/test/%: $(B)/obj/tests/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 
 # Random cases of every op, on either back end.
 $(B)/test/kernels/parity_test $(B)/test/gpu/parity_test: $(B)/obj/tests/kernels/op_cases.o
-$(B)/test/gpu/parity_test: $(B)/obj/tests/gpu/mirror.o
 
 # Programs that cluster tests drive.
 HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c))

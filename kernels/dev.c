@@ -4,6 +4,7 @@
 #include "common/base/err.h"
 #include "kernels/cpu/team.h"
 #include "kernels/dev_impl.h"
+#include "kernels/mirror.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -24,6 +25,14 @@ static int cuda_number(const char *spec)
 
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err)
 {
+    if (strncmp(spec, "mirror:", 7) == 0) {
+        struct kern_dev *inner;
+        int rc = kern_dev_open(&inner, spec + 7, n_threads, err);
+        if (rc < 0) return rc;
+        rc = kern_dev_open_mirror(out, inner, err);
+        if (rc < 0) kern_dev_close(inner);
+        return rc;
+    }
     if (strcmp(spec, "cpu") == 0)
         return kern_dev_open_cpu(out, n_threads, kern_cpu_best_isa(), err);
     const int n = cuda_number(spec);

@@ -22,7 +22,7 @@ struct kern_ops;
 struct kern_seq;
 struct kern_weight;
 
-/* spec "cpu" or "cuda:N"; n_threads (CPU only) 0 = all cores allowed to the process (at most 256).
+/* spec "cpu" or "cuda:N", or "mirror:" and one of them (kernels/mirror.h); n_threads (CPU only) 0 = all cores allowed to the process (at most 256).
  * TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err);
 void kern_dev_close(struct kern_dev *dev); /* NULL is fine */

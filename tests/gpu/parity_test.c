@@ -3,12 +3,12 @@
  *
  * Exit 77 where there is no device. usage: parity_test [OP]
  */
-#include "tests/gpu/mirror.h"
 #include "tests/kernels/op_cases.h"
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
 #include "kernels/cpu/team.h"
+#include "kernels/mirror.h"
 #include "kernels/numeric.h"
 
 #include <math.h>
@@ -88,17 +88,23 @@ static void compare(const char *name, int op, int variant, const struct op_run *
     }
 }
 
+static void on_pool(void *ctx, const void *pages, int64_t bytes)
+{
+    kern_mirror_know(ctx, pages, (size_t)bytes);
+}
+
 static void run_case(const struct op_case *c, struct op_run *r, bool on_gpu, int piece, int variant)
 {
-    *r = (struct op_run){.ops = on_gpu ? &mirror_ops : &kern_cpu,
+    *r = (struct op_run){.ops = kern_dev_ops(on_gpu ? gpu : cpu),
                          .s = kern_dev_stream(on_gpu ? gpu : cpu),
                          .piece = piece,
                          .variant = variant,
                          .twin = !on_gpu,
-                         .on_pool = on_gpu ? mirror_pool : NULL,
+                         .on_pool = on_gpu ? on_pool : NULL,
+                         .ctx = gpu,
                          .cut = (uint64_t)(variant + 7) * UINT64_C(0xd1342543de82ef95) + 1};
     op_case_run(c, r);
-    if (on_gpu) mirror_reset();
+    if (on_gpu) kern_mirror_forget(gpu);
 }
 
 static void test_parity(void **state)
@@ -128,14 +134,17 @@ static void test_parity(void **state)
 
 int main(int argc, char **argv)
 {
+    /* TOW_TEST_DEVICE=cpu tries the mirror itself. */
+    char device[64];
+    const char *d = getenv("TOW_TEST_DEVICE");
+    snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
     struct tow_err err;
-    if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) {
+    if (kern_dev_open(&gpu, device, 1, &err) < 0) {
         printf("%s\n", err.msg);
         return 77;
     }
     if (kern_dev_open_cpu(
-            &cpu, 0, KERN_CPU_AVX2 <= kern_cpu_best_isa() ? KERN_CPU_AVX2 : KERN_CPU_C, &err) < 0 ||
-        mirror_open(gpu) < 0)
+            &cpu, 0, KERN_CPU_AVX2 <= kern_cpu_best_isa() ? KERN_CPU_AVX2 : KERN_CPU_C, &err) < 0)
         return 1;
     struct CMUnitTest tests[N_OP_CASES];
     for (int i = 0; i < N_OP_CASES; i++)
@@ -143,7 +152,6 @@ int main(int argc, char **argv)
                                        (void *)(uintptr_t)&op_cases[i]};
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("gpu/parity", tests, NULL, NULL);
-    mirror_close();
     kern_dev_close(gpu);
     kern_dev_close(cpu);
     return failed;
