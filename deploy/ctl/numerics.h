@@ -23,7 +23,7 @@ enum { CTL_NUMERICS_MAX_ROWS = 64, CTL_NUMERICS_MIN_TOKENS = 272 };
 
 struct ctl_numerics {
     const char *model_dir;
-    const char *device; /* "cpu" */
+    const char *device; /* "cpu" or "cuda:N" */
     int32_t n_threads;  /* 0 = all cores */
     int32_t n_tokens;   /* length of the sample prompt; 0 = 1024 */
     int64_t n_entries;  /* of the largest selection; 0 = 1,048,576 */
