@@ -78,10 +78,6 @@ struct work_own {
 
 /* ------------------------------------------------------------------ settings */
 
-static const char *const numerics_names[] = {"exact", "deployed", NULL};
-static const char *const kv_names[] = {"fp8", "bf16", "f32", NULL};
-static const char *const ik_names[] = {"fp4", "fp8", "bf16", "f32", NULL};
-static const char *const aq_names[] = {"w4a8", "w4a16", "w4a4", NULL};
 static const char *const url_schemes[] = {"tcp", "ipc", NULL};
 
 static size_t common_options(struct work_settings *s, struct tow_opt *to)
@@ -113,38 +109,7 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .out = &s->status,
          .def = "127.0.0.1:0",
          .help = "own /health, /ready and /metrics; port 0: any free one"},
-        {.name = "device",
-         .type = TOW_OPT_STRING,
-         .out = &s->device,
-         .def = "cpu",
-         .help = "compute back end"},
-        {.name = "threads",
-         .type = TOW_OPT_INT,
-         .out = &s->threads,
-         .min = 1,
-         .max = 256,
-         .otherwise = "all cores",
-         .help = "CPU team"},
-        {.name = "kv-dtype",
-         .type = TOW_OPT_ENUM,
-         .out = &s->kv_dtype,
-         .def = "fp8",
-         .choices = kv_names,
-         .help = "stored type of keys and entries; f32 with --numerics exact"},
-        {.name = "index-keys",
-         .type = TOW_OPT_ENUM,
-         .out = &s->index_keys,
-         .def = "fp4",
-         .choices = ik_names,
-         .help = "stored type of index keys; f32 with --numerics exact"},
-        {.name = "index-topk",
-         .type = TOW_OPT_INT,
-         .out = &s->index_topk,
-         .min = 1,
-         .max = MODEL_MAX_TOPK,
-         .otherwise = "the checkpoint's",
-         .unit = "entries",
-         .help = "compressed entries a token keeps"},
+        MODEL_OPTS(&s->engine),
         {.name = "context-length",
          .type = TOW_OPT_INT,
          .out = &s->context_length,
@@ -175,18 +140,6 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .min = 0,
          .max = 0,
          .help = "host memory behind device pages; the CPU back end has no second tier, so 0"},
-        {.name = "expert-activations",
-         .type = TOW_OPT_ENUM,
-         .out = &s->expert_activations,
-         .def = "w4a8",
-         .choices = aq_names,
-         .help = "how NVFP4 experts take their activations"},
-        {.name = "numerics",
-         .type = TOW_OPT_ENUM,
-         .out = &s->numerics,
-         .def = "deployed",
-         .choices = numerics_names,
-         .help = "exact rounds nothing; deployed rounds where the released model does"},
         {.name = "lease",
          .type = TOW_OPT_INT,
          .out = &s->lease_ms,
@@ -221,36 +174,6 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
     _Static_assert(sizeof table / sizeof *table == N_COMMON, "N_COMMON counts the table");
     memcpy(to, table, sizeof table);
     return N_COMMON;
-}
-
-static void model_options(const struct work *w, struct model_options *o)
-{
-    const struct work_settings *s = &w->set;
-    memset(o, 0, sizeof *o);
-    o->device = s->device;
-    o->n_threads = (int32_t)s->threads;
-    o->exact = s->numerics == 0;
-    o->kv_fmt = o->exact ? KERN_KV_F32 : (enum kern_kv_fmt)s->kv_dtype;
-    o->ik_fmt = o->exact ? KERN_IK_F32 : (enum kern_ik_fmt)s->index_keys;
-    o->expert_aq = s->expert_activations == 0   ? KERN_AQ_A128
-                   : s->expert_activations == 1 ? KERN_AQ_NONE
-                                                : KERN_AQ_NVFP4;
-    o->index_topk = (int32_t)s->index_topk;
-    o->max_rows = w->max_rows;
-}
-
-static int check_exact(const struct work *w, struct tow_err *err)
-{
-    const struct work_settings *s = &w->set;
-    if (s->numerics != 0) return 0;
-    if (tow_opts_source(w->own->opts, "kv-dtype") != TOW_FROM_DEFAULT && s->kv_dtype != KERN_KV_F32)
-        return tow_fail(err, TOW_ECONFIG, "--kv-dtype %s: --numerics exact keeps f32",
-                        kv_names[s->kv_dtype]);
-    if (tow_opts_source(w->own->opts, "index-keys") != TOW_FROM_DEFAULT &&
-        s->index_keys != KERN_IK_F32)
-        return tow_fail(err, TOW_ECONFIG, "--index-keys %s: --numerics exact keeps f32",
-                        ik_names[s->index_keys]);
-    return 0;
 }
 
 static int check_name(struct work *w, struct tow_err *err)
@@ -355,19 +278,19 @@ static void collect_facts(struct work *w)
     fact(w, WIRE_FACT_LAYOUT, "layout.version", "%d", KERN_KV_LAYOUT_VERSION);
     fact(w, WIRE_FACT_LAYOUT, "layout.byte_order", "little");
     fact(w, WIRE_FACT_LAYOUT, "layout.page_tokens", "%d", l->page_tokens);
-    fact(w, WIRE_FACT_LAYOUT, "layout.kv_dtype", "%s", kv_names[o->kv_fmt]);
-    fact(w, WIRE_FACT_LAYOUT, "layout.index_keys", "%s", ik_names[o->ik_fmt]);
+    fact(w, WIRE_FACT_LAYOUT, "layout.kv_dtype", "%s", model_kv_names[o->kv_fmt]);
+    fact(w, WIRE_FACT_LAYOUT, "layout.index_keys", "%s", model_ik_names[o->ik_fmt]);
     fact(w, WIRE_FACT_LAYOUT, "layout.page_bytes", "%lld", (long long)l->page_bytes);
     fact(w, WIRE_FACT_LAYOUT, "layout.tail_bytes", "%lld", (long long)l->tail_bytes);
     fact(w, WIRE_FACT_LAYOUT, "layout.ratios", "%016llx",
          (unsigned long long)tow_hash64(l->spec.ratios,
                                         (size_t)l->spec.n_layers * sizeof l->spec.ratios[0]));
     fact(w, WIRE_FACT_MODEL, "model.fingerprint", "%s", print);
-    fact(w, WIRE_FACT_NUMERICS, "numerics.mode", "%s", numerics_names[o->exact ? 0 : 1]);
+    fact(w, WIRE_FACT_NUMERICS, "numerics.mode", "%s", model_numerics_names[o->exact ? 0 : 1]);
     fact(w, WIRE_FACT_NUMERICS, "numerics.index_topk", "%d", o->index_topk);
     fact(w, WIRE_FACT_NUMERICS, "numerics.expert_activations", "%s",
-         aq_names[w->set.expert_activations]);
-    fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.device);
+         model_expert_activations_names[w->set.engine.expert_activations]);
+    fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.engine.device);
     fact(w, WIRE_FACT_FREE, "free.isa", "%s", kern_dev_isa(model_peek_dev(w->model)));
     fact(w, WIRE_FACT_FREE, "free.threads", "%d", kern_dev_threads(model_peek_dev(w->model)));
 }
@@ -897,8 +820,8 @@ static int join_routers(struct work *w, struct tow_err *err)
 static int start_all(struct work *w, struct tow_err *err)
 {
     struct work_own *o = w->own;
-    struct model_options mo;
-    model_options(w, &mo);
+    struct model_options mo = {.max_rows = w->max_rows};
+    model_settings_take(&w->set.engine, &mo);
     int rc = model_weights_guard(err);
     if (rc == 0) rc = model_open(&w->model, w->set.model_dir, &mo, err);
     if (rc < 0) return rc;
@@ -988,14 +911,16 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     }
     tow_log_init(w->role->program, (enum tow_log_level)w->set.log_level,
                  (enum tow_log_format)w->set.log_format);
-    if ((rc = check_exact(w, err)) < 0 || (rc = check_name(w, err)) < 0) return rc;
+    if ((rc = model_settings_check(&w->set.engine, w->own->opts, err)) < 0 ||
+        (rc = check_name(w, err)) < 0)
+        return rc;
     if (w->set.fault && (rc = tow_fault_arm_text(w->set.fault, err)) < 0)
         return tow_note(err, "--fault"), rc;
     if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",
                                                         256, &o->token, err)) < 0)
         return rc;
     struct kern_dev *dev = NULL; /* a device that cannot be is told before a checkpoint is read */
-    if ((rc = kern_dev_open(&dev, w->set.device, 1, err)) < 0) return rc;
+    if ((rc = kern_dev_open(&dev, w->set.engine.device, 1, err)) < 0) return rc;
     kern_dev_close(dev);
     return w->role->plan(w, err);
 }

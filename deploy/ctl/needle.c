@@ -7,6 +7,7 @@
 #include "common/base/err.h"
 #include "common/base/hash.h"
 #include "common/model/forward.h"
+#include "common/model/settings.h"
 #include "common/model/weights.h"
 #include "common/text/json.h"
 #include "deploy/ctl/flags.h"
@@ -610,13 +611,7 @@ int ctl_needle_main(int argc, char **argv)
          .min = 1,
          .max = MAX_CONCURRENCY,
          .help = "requests at a time"},
-        {.name = "threads",
-         .type = TOW_OPT_INT,
-         .out = &s.threads,
-         .min = 1,
-         .max = 256,
-         .otherwise = "all cores",
-         .help = "CPU team of --in-process"},
+        MODEL_OPT_THREADS(&s.threads),
         {.name = "out",
          .type = TOW_OPT_STRING,
          .out = &s.out_path,
