@@ -50,7 +50,7 @@ struct router {
     bool failed_rest, api_closed, was_ready;
 };
 
-static const char *const url_schemes[] = {"tcp", "ipc", NULL};
+static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
 
 static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_do *what,
                          struct tow_err *err)

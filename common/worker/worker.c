@@ -78,7 +78,7 @@ struct work_own {
 
 /* ------------------------------------------------------------------ settings */
 
-static const char *const url_schemes[] = {"tcp", "ipc", NULL};
+static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
 
 static size_t common_options(struct work_settings *s, struct tow_opt *to)
 {
@@ -811,7 +811,10 @@ static int join_routers(struct work *w, struct tow_err *err)
             if (!strcmp(r->url, w->set.join.items[k]))
                 return tow_fail(err, TOW_ECONFIG, "--join: %s stands there twice", r->url);
         int rc = net_ctl_dial(&r->dialer, w->loop, r->url, NULL, &hooks, r, err);
-        if (rc < 0) return rc;
+        if (rc < 0) {
+            tow_note(err, "--join");
+            return rc;
+        }
         o->n_routers++;
     }
     return 0;

@@ -35,13 +35,13 @@ static int find(const char *const *names, const char *text, size_t n)
     return -1;
 }
 
-/* Digits, with K for 1024; -1: not a number. */
+/* Digits without a 0 in front, with K for 1024; -1: not a number. */
 static int64_t number(const char *p, size_t n)
 {
     int64_t v = 0;
     bool kilo = n > 1 && (p[n - 1] == 'K' || p[n - 1] == 'k');
     if (kilo) n--;
-    if (n == 0 || n > 9) return -1;
+    if (n == 0 || n > 9 || (n > 1 && *p == '0')) return -1;
     for (size_t i = 0; i < n; i++) {
         if (p[i] < '0' || p[i] > '9') return -1;
         v = v * 10 + (p[i] - '0');
