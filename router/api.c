@@ -26,13 +26,15 @@
 #include "router/sse.h"
 
 #include <inttypes.h>
+#include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <uv.h>
 
-#define INLINE_BODY   4096 /* a body up to this size is checked on the loop */
+#define INLINE_BODY   4096      /* a body up to this size is checked on the loop */
+#define LARGE_BODY    (1 << 20) /* what one above this size took is given back at once */
 #define TICK_MS       250
 #define MAX_KEYS      1024
 #define MAX_KEY_BYTES 512
@@ -92,6 +94,8 @@ struct rtr_api {
     struct tow_list running; /* jobs the back end works on */
     uint32_t n_jobs, n_pool; /* all of them; those at the pool */
     bool http_open, tick_open;
+    uv_work_t trim; /* under way while trimming */
+    bool trimming;
     void (*on_closed)(void *arg);
     void *on_closed_arg;
 
@@ -188,7 +192,7 @@ static void reply_refusal(struct rtr_api *a, enum route route, struct rtr_exchan
 
 static void maybe_closed(struct rtr_api *a)
 {
-    if (!a->closing || a->http_open || a->tick_open || a->n_jobs) return;
+    if (!a->closing || a->http_open || a->tick_open || a->n_jobs || a->trimming) return;
     void (*on_closed)(void *) = a->on_closed;
     void *arg = a->on_closed_arg;
     free(a->served_model_name);
@@ -199,9 +203,13 @@ static void maybe_closed(struct rtr_api *a)
     if (on_closed) on_closed(arg);
 }
 
+static void trim_work(uv_work_t *work);
+static void trim_done(uv_work_t *work, int status);
+
 static void free_job(struct job *j)
 {
     struct rtr_api *a = j->api;
+    const bool large = j->body_len > LARGE_BODY;
     tow_list_remove(&j->link);
     if (j->x) rtr_exchange_set_user(j->x, NULL);
     if (j->outputs) {
@@ -216,6 +224,10 @@ static void free_job(struct job *j)
     free(j);
     a->n_jobs--;
     tow_gauge_set(a->m_in_flight, a->n_jobs);
+    if (large && !a->trimming && !a->closing) {
+        a->trim.data = a;
+        a->trimming = uv_queue_work(a->loop, &a->trim, trim_work, trim_done) == 0;
+    }
     maybe_closed(a);
 }
 
@@ -470,7 +482,25 @@ static void check_body(struct job *j)
  * what a request needs afterwards. */
 static void pool_work(uv_work_t *work)
 {
-    check_body(work->data);
+    struct job *j = work->data;
+    check_body(j);
+    free(j->body);
+    j->body = NULL;
+    if (j->body_len > LARGE_BODY) malloc_trim(0);
+}
+
+static void trim_work(uv_work_t *work)
+{
+    (void)work;
+    malloc_trim(0);
+}
+
+static void trim_done(uv_work_t *work, int status)
+{
+    struct rtr_api *a = work->data;
+    (void)status;
+    a->trimming = false;
+    maybe_closed(a);
 }
 
 static void pool_done(uv_work_t *work, int status)

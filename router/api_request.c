@@ -17,6 +17,9 @@
 
 #define ARENA_BYTES   ((size_t)1 << 30)
 #define RTR_MAX_TOOLS 512
+/* Values of any kind in one body: a context of a million ids, and 65,536 besides. The tree takes about
+ * 100 bytes for each, so --max-body-bytes alone would bound nothing. */
+#define MAX_VALUES ((1u << 20) + (1u << 16))
 
 int rtr_api_fail(struct rtr_api_error *e, int status, const char *code, const char *param,
                  const char *fmt, ...)
@@ -784,12 +787,15 @@ static int check_ids_only(struct check *c)
     return 0;
 }
 
+/* Members that an ask points into: model, stops, tools, and what a capture expects. */
+static const char *const borrowed_from[] = {"model", "stop", "tools", "index_capture", NULL};
+
 int rtr_ask_parse(struct rtr_ask **out, enum rtr_route route, const char *body, size_t n,
                   const struct rtr_ask_rules *rules, struct rtr_api_error *e)
 {
     struct rtr_ask_rules r = *rules;
     if (!r.n_vocab) r.n_vocab = (uint32_t)text_tokenizer_n_ids(r.tok);
-    struct json_limits limits = {.max_bytes = rules->max_body_bytes};
+    struct json_limits limits = {.max_bytes = rules->max_body_bytes, .max_values = MAX_VALUES};
     struct check c = {.rules = &r, .e = e};
     memset(e, 0, sizeof *e);
     struct rtr_ask *a = calloc(1, sizeof *a);
@@ -814,6 +820,7 @@ int rtr_ask_parse(struct rtr_ask **out, enum rtr_route route, const char *body, 
     }
     rc = route == RTR_CHAT || route == RTR_COMPLETIONS ? check_generation(&c) : check_ids_only(&c);
     if (rc < 0) goto free_ask;
+    json_keep(a->tree, borrowed_from); /* the rest may be a hundred times as large as all we keep */
     snprintf(a->req.id, sizeof a->req.id, "%s-%016" PRIx64 "%08" PRIx32,
              route == RTR_CHAT ? "chatcmpl" : "cmpl", tow_random_u64(), (uint32_t)tow_random_u64());
     *out = a;

@@ -609,6 +609,18 @@ void json_free(struct json *root)
     cJSON_Delete((cJSON *)(void *)root);
 }
 
+void json_keep(struct json *obj, const char *const *keep)
+{
+    cJSON *root = (cJSON *)(void *)obj, *next;
+    if (json_type(obj) != JSON_OBJECT) return;
+    for (cJSON *n = root->child; n; n = next) {
+        size_t i = 0;
+        next = n->next;
+        while (keep[i] && strcmp(keep[i], n->string) != 0) i++;
+        if (!keep[i]) cJSON_Delete(cJSON_DetachItemViaPointer(root, n));
+    }
+}
+
 /* ---- looking at a value ---- */
 
 enum json_type json_type(const struct json *v)

@@ -43,6 +43,8 @@ struct json_limits {
 int json_parse(struct json **out, const char *text, size_t len, const struct json_limits *limits,
                struct tow_err *err);
 void json_free(struct json *root); /* NULL is fine */
+/* Frees every member of an object but those named; keep ends with NULL. */
+void json_keep(struct json *obj, const char *const *keep);
 
 /* ---- looking at a value; a NULL value reads as null ---- */
 enum json_type json_type(const struct json *v);

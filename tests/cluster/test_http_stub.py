@@ -306,6 +306,33 @@ def test_refusals_below_the_handler(stub):
             assert len(e["message"]) < 300 and e["message"].isprintable(), e
 
 
+def test_memory_of_large_bodies_goes_back(stub):
+    """The tree of a body of numbers is many times its text: it is bounded, and given back when the body is read."""
+    def memory(what):
+        with open("/proc/%d/status" % big.process.pid) as f:
+            return int(re.search(r"^%s:\s+(\d+) kB" % what, f.read(), re.M).group(1)) >> 10
+    with Stub("context=1100000") as big:
+        assert big.post("/tokenize", prompt="warm " * 100000)[0] == 200
+        before = memory("VmRSS")
+        most = b'{"prompt": [' + b"1," * 1000000 + b'1], "max_tokens": 1}'
+        over = b'{"prompt": [' + b"1," * 4190000 + b'1], "max_tokens": 1}'
+        floats = b'{"junk": [' + b"1.5," * 1100000 + b'1], "prompt": "x", "max_tokens": 1}'
+        for body, want in (most, 200), (over, 400), (floats, 200):
+            r, data = big.request("POST", "/v1/completions", body)
+            assert r.status == want, (want, data[:300])
+            if want == 400:
+                assert "more than 1114112 values" in json.loads(data)["error"]["message"], data
+            wait_for("memory back", lambda: memory("VmRSS") < before + 48, 5)
+        assert memory("VmHWM") < before + 320, memory("VmHWM")
+        # and while the answer is under way
+        s = big.connect()
+        s.sendall(post_bytes("/v1/completions", b'{"junk": [' + b"1," * 1100000 +
+                             b'1], "prompt": "x", "stream": true, "seed": 100000, "ignore_eos": true}'))
+        assert s.recv(100)
+        wait_for("memory back in mid-stream", lambda: memory("VmRSS") < before + 48, 5)
+        s.close()
+
+
 def test_hostile_json(stub):
     def send(body):
         r, data = stub.request("POST", "/v1/chat/completions", body)

@@ -4,6 +4,7 @@
 
 #include "common/base/buf.h"
 #include "common/base/err.h"
+#include "common/text/json.h"
 #include "common/text/tokenizer.h"
 #include "router/api_request.h"
 
@@ -235,12 +236,54 @@ static void test_api_request__a_long_value_is_cut_between_characters(void **stat
     tow_buf_fini(&members);
 }
 
+/* After the check only what an ask points into is left of the body. */
+static void test_api_request__the_tree_keeps_what_is_pointed_into(void **state)
+{
+    (void)state;
+    struct rtr_ask *a = NULL;
+    struct rtr_api_error e;
+    struct tow_buf b;
+    whole_body(
+        &b, RTR_CHAT,
+        "\"junk\": [1, 2], \"model\": \"m\", \"stop\": [\"one\", \"two\"], \"seed\": 5, \"tools\": "
+        "[{\"type\": \"function\", \"function\": {\"name\": \"f\"}}]");
+    assert_int_equal(parse(RTR_CHAT, b.data, b.len, &a, &e), 0);
+    assert_int_equal(json_size(a->tree), 3);
+    assert_null(json_find(a->tree, "messages"));
+    assert_int_equal(a->n_stops, 2);
+    assert_string_equal(a->stops[1].bytes, "two");
+    assert_int_equal(json_size(a->tools), 1);
+    assert_memory_equal(a->model, "m", 1);
+    rtr_ask_free(a);
+    tow_buf_fini(&b);
+}
+
+static void test_api_request__a_body_of_too_many_values_is_refused_before_it_costs(void **state)
+{
+    (void)state;
+    const size_t n = 4500000;
+    struct rtr_ask *a = NULL;
+    struct rtr_api_error e;
+    struct tow_buf b;
+    tow_buf_init(&b, 0);
+    tow_buf_puts(&b, "{\"prompt\": [");
+    for (size_t i = 0; i < n; i++) tow_buf_puts(&b, i ? ",1" : "1");
+    tow_buf_puts(&b, "]}");
+    assert_true(parse(RTR_COMPLETIONS, b.data, b.len, &a, &e) < 0);
+    assert_int_equal(e.status, 400);
+    assert_string_equal(e.code, "invalid_json");
+    assert_non_null(strstr(e.message, "more than 1114112 values"));
+    tow_buf_fini(&b);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_api_request__an_error_names_field_value_and_range),
         cmocka_unit_test(test_api_request__a_bias_key_has_one_spelling),
         cmocka_unit_test(test_api_request__a_long_value_is_cut_between_characters),
+        cmocka_unit_test(test_api_request__the_tree_keeps_what_is_pointed_into),
+        cmocka_unit_test(test_api_request__a_body_of_too_many_values_is_refused_before_it_costs),
     };
     return cmocka_run_group_tests(tests, load, unload);
 }
