@@ -50,7 +50,6 @@
 #define LINGER_MS      2000
 #define LINGER_BYTES   ((size_t)4 << 20)
 #define KEEP_BUFFER    16384 /* a larger buffer is given back when it runs empty */
-#define TURN_AWAY      64    /* connections above the limit that are told so */
 #define CONTINUE_LINE  "HTTP/1.1 100 Continue\r\n\r\n"
 
 const struct rtr_http_limits rtr_http_defaults = {
@@ -718,7 +717,7 @@ static void on_client(void *arg)
     start_reading(x);
     if (full && x->state == READING) {
         s->stats.refused_full++;
-        if (s->stats.connections > s->limits.max_connections + TURN_AWAY) {
+        if (s->stats.connections > s->limits.max_connections + RTR_HTTP_TURN_AWAY) {
             close_conn(x);
         } else {
             refuse(x, 503, "connections: at most %u at once, all are taken",

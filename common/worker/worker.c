@@ -10,6 +10,7 @@
 #include "common/base/log.h"
 #include "common/base/metrics.h"
 #include "common/net/ctl.h"
+#include "common/net/files.h"
 #include "common/net/loop.h"
 #include "common/net/peer.h"
 #include "common/net/sdnotify.h"
@@ -21,12 +22,20 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 extern char **environ;
 
 enum { N_COMMON = 22, MAX_OPTIONS = 40 };
-enum { MAX_ROUTERS = 16, MAX_FACTS = 24, MAX_DROPS = 64, LEAVE_MS = 500, PROBE_MS = 2000 };
+enum {
+    MAX_PEERS = 64,
+    MAX_ROUTERS = 16,
+    MAX_FACTS = 24,
+    MAX_DROPS = 64,
+    LEAVE_MS = 500,
+    PROBE_MS = 2000
+};
 
 /* One router this worker joins. */
 struct router {
@@ -202,11 +211,36 @@ static uint64_t memory_available(void)
     return kb * 1024;
 }
 
+/* UCX does not say that the address space is full (ulimit -v): it aborts, or goes on without shared
+ * memory. So the pool and what starts after it must fit into what is left. */
+static int check_address_space(int64_t n_pages, double pool_bytes, struct tow_err *err)
+{
+    enum { REST_MB = 512 }; /* UCX, stacks and heaps of threads: measured 200 to 280 MiB */
+    struct rlimit r;
+    FILE *f = fopen("/proc/self/statm", "re");
+    unsigned long long used_pages = 0;
+    if (f) {
+        if (fscanf(f, "%llu", &used_pages) != 1) used_pages = 0;
+        fclose(f);
+    }
+    if (getrlimit(RLIMIT_AS, &r) < 0 || r.rlim_cur == RLIM_INFINITY) return 0;
+    double used = (double)used_pages * (double)sysconf(_SC_PAGESIZE);
+    double needed = used + pool_bytes + ((double)REST_MB * (1 << 20));
+    if (needed <= (double)r.rlim_cur) return 0;
+    return tow_fail(err, TOW_ECONFIG,
+                    "address space: %.0f MiB needed (%.0f in use, %.0f for %lld pages, %d for the "
+                    "transport and threads), the limit is %.0f MiB: raise it (ulimit -v, LimitAS= "
+                    "of systemd) or lower --kv-pages",
+                    needed / (1 << 20), used / (1 << 20), pool_bytes / (1 << 20),
+                    (long long)n_pages, REST_MB, (double)r.rlim_cur / (1 << 20));
+}
+
 /* Pages: as asked, else what the share of memory holds,
  * but no more than four full contexts can use. */
 static int plan_pool(struct work *w, struct tow_err *err)
 {
     const struct work_settings *s = &w->set;
+    int rc;
     const int64_t page = w->layout->page_bytes, pt = w->layout->page_tokens;
     int64_t model_max = model_peek_weights(w->model)->shape.max_positions;
     if (model_max > WIRE_MAX_TOKENS) model_max = WIRE_MAX_TOKENS;
@@ -237,6 +271,7 @@ static int plan_pool(struct work *w, struct tow_err *err)
         return tow_fail(
             err, TOW_ECONFIG, "--kv-pages %lld: with %u tails that is %.0f MiB; %llu MiB are free",
             (long long)n, w->n_tails, need / (1 << 20), (unsigned long long)(memory >> 20));
+    if ((rc = check_address_space(n, need, err)) < 0) return rc;
     if (n * pt < context) {
         if (s->context_length)
             return tow_fail(err, TOW_ECONFIG,
@@ -785,7 +820,7 @@ static int open_mover(struct work *w, struct tow_err *err)
                                 .heartbeat_ms = 1000,
                                 .lease_ms = (uint32_t)w->set.lease_ms,
                                 .max_tickets = w->max_tickets + 8,
-                                .max_peers = 64,
+                                .max_peers = MAX_PEERS,
                                 .wake = net_wake_up,
                                 .wake_arg = o->mover_wake};
     c.area_bytes[KV_AREA_PAGES] = (size_t)w->n_pages * c.page_bytes;
@@ -820,12 +855,23 @@ static int join_routers(struct work *w, struct tow_err *err)
     return 0;
 }
 
+static int check_files(struct work *w, struct tow_err *err)
+{
+    char why[160];
+    snprintf(why, sizeof why,
+             "%d for itself, %d for each of %d peers, %d for --status, %zu routers", NET_FILES_OWN,
+             NET_FILES_PEER, MAX_PEERS, NET_FILES_STATUS, w->set.join.n);
+    return net_files_check(
+        NET_FILES_OWN + NET_FILES_PEER * MAX_PEERS + NET_FILES_STATUS + w->set.join.n, why, err);
+}
+
 static int start_all(struct work *w, struct tow_err *err)
 {
     struct work_own *o = w->own;
     struct model_options mo = {.max_rows = w->max_rows};
     model_settings_take(&w->set.engine, &mo);
-    int rc = model_weights_guard(err);
+    int rc = check_files(w, err);
+    if (rc == 0) rc = model_weights_guard(err);
     if (rc == 0) rc = model_open(&w->model, w->set.model_dir, &mo, err);
     if (rc < 0) return rc;
     w->layout = model_peek_layout(w->model);
