@@ -26,13 +26,15 @@
 #include "router/sse.h"
 
 #include <inttypes.h>
+#include <malloc.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <uv.h>
 
-#define INLINE_BODY   4096 /* a body up to this size is checked on the loop */
+#define INLINE_BODY   4096      /* a body up to this size is checked on the loop */
+#define LARGE_BODY    (1 << 20) /* what one above this size took is given back at once */
 #define TICK_MS       250
 #define MAX_KEYS      1024
 #define MAX_KEY_BYTES 512
@@ -92,6 +94,8 @@ struct rtr_api {
     struct tow_list running; /* jobs the back end works on */
     uint32_t n_jobs, n_pool; /* all of them; those at the pool */
     bool http_open, tick_open;
+    uv_work_t trim; /* under way while trimming */
+    bool trimming;
     void (*on_closed)(void *arg);
     void *on_closed_arg;
 
@@ -188,7 +192,7 @@ static void reply_refusal(struct rtr_api *a, enum route route, struct rtr_exchan
 
 static void maybe_closed(struct rtr_api *a)
 {
-    if (!a->closing || a->http_open || a->tick_open || a->n_jobs) return;
+    if (!a->closing || a->http_open || a->tick_open || a->n_jobs || a->trimming) return;
     void (*on_closed)(void *) = a->on_closed;
     void *arg = a->on_closed_arg;
     free(a->served_model_name);
@@ -199,9 +203,13 @@ static void maybe_closed(struct rtr_api *a)
     if (on_closed) on_closed(arg);
 }
 
+static void trim_work(uv_work_t *work);
+static void trim_done(uv_work_t *work, int status);
+
 static void free_job(struct job *j)
 {
     struct rtr_api *a = j->api;
+    const bool large = j->body_len > LARGE_BODY;
     tow_list_remove(&j->link);
     if (j->x) rtr_exchange_set_user(j->x, NULL);
     if (j->outputs) {
@@ -216,6 +224,10 @@ static void free_job(struct job *j)
     free(j);
     a->n_jobs--;
     tow_gauge_set(a->m_in_flight, a->n_jobs);
+    if (large && !a->trimming && !a->closing) {
+        a->trim.data = a;
+        a->trimming = uv_queue_work(a->loop, &a->trim, trim_work, trim_done) == 0;
+    }
     maybe_closed(a);
 }
 
@@ -466,9 +478,29 @@ static void check_body(struct job *j)
     j->rc = rtr_ask_parse(&j->ask, kinds[j->route], j->body, j->body_len, &j->rules, &j->error);
 }
 
+/* malloc keeps what a thread freed for that thread's next need, and a body's tree is a hundred times
+ * what a request needs afterwards. */
 static void pool_work(uv_work_t *work)
 {
-    check_body(work->data);
+    struct job *j = work->data;
+    check_body(j);
+    free(j->body);
+    j->body = NULL;
+    if (j->body_len > LARGE_BODY) malloc_trim(0);
+}
+
+static void trim_work(uv_work_t *work)
+{
+    (void)work;
+    malloc_trim(0);
+}
+
+static void trim_done(uv_work_t *work, int status)
+{
+    struct rtr_api *a = work->data;
+    (void)status;
+    a->trimming = false;
+    maybe_closed(a);
 }
 
 static void pool_done(uv_work_t *work, int status)
@@ -651,22 +683,27 @@ static bool admit(struct rtr_api *a, struct rtr_exchange *x, enum route *route, 
     const char *method = rtr_exchange_method(x, &method_len);
     *route = find_route(path, path_len, part, part_len);
     bool keyed = routes[*route].needs_key || *route == ROUTE_other;
+    char is[JSON_SHOW_BYTES];
     if (keyed && !authorized(a, x)) {
+        size_t n; /* what was sent is not repeated: it may be nearly a key */
+        const char *sent = rtr_exchange_authorization(x, &n);
         rtr_api_fail(&e, 401, "invalid_api_key", NULL,
-                     "a valid key is needed: Authorization: Bearer KEY");
+                     "Authorization: must be Bearer and a key of this server, is %s",
+                     sent ? "something else" : "missing");
         reply_error(a, *route, x, &e, "WWW-Authenticate: Bearer\r\n");
         return false;
     }
     if (*route == ROUTE_other) {
-        rtr_api_fail(&e, 404, "not_found", NULL, "there is no such path here");
+        rtr_api_fail(&e, 404, "not_found", NULL, "path: %s is not one of this server",
+                     json_show_text(path, path_len, is));
         reply_error(a, *route, x, &e, NULL);
         return false;
     }
     bool get = routes[*route].method[0] == 'G';
     if (!is_path(method, method_len, routes[*route].method) &&
         !(get && is_path(method, method_len, "HEAD"))) {
-        rtr_api_fail(&e, 405, "method_not_allowed", NULL, "this path takes %s only",
-                     routes[*route].method);
+        rtr_api_fail(&e, 405, "method_not_allowed", NULL, "method: must be %s for this path, is %s",
+                     routes[*route].method, json_show_text(method, method_len, is));
         reply_error(a, *route, x, &e, get ? "Allow: GET, HEAD\r\n" : "Allow: POST\r\n");
         return false;
     }
@@ -690,7 +727,10 @@ static void reply_model(struct rtr_api *a, struct rtr_exchange *x, const char *p
     const char *name = a->served_model_name ? a->served_model_name : a->model_name;
     struct rtr_api_error e;
     if (!decode_part(part, n, id, sizeof id) || strcmp(id, name) != 0) {
-        rtr_api_fail(&e, 404, "model_not_found", "model", "no such model is served here");
+        char is[JSON_SHOW_BYTES];
+        rtr_api_fail(&e, 404, "model_not_found", "model",
+                     "model: %s is not served here; \"%.200s\" is", json_show_text(part, n, is),
+                     name);
         reply_error(a, ROUTE_model, x, &e, NULL);
         return;
     }
@@ -702,15 +742,15 @@ static void reply_model(struct rtr_api *a, struct rtr_exchange *x, const char *p
 
 static void reply_drain(struct rtr_api *a, struct rtr_exchange *x, const char *part, size_t n)
 {
-    char name[512];
+    char name[512], is[JSON_SHOW_BYTES];
     struct rtr_api_error e;
     struct tow_err err = {0};
     int rc = decode_part(part, n, name, sizeof name)
                  ? a->backend.drain_worker(a->self, name, &err)
-                 : tow_fail(&err, TOW_ENOENT, "no worker of that name");
+                 : tow_fail(&err, TOW_ENOENT, "not a name in percent-encoding");
     if (rc < 0) {
         rtr_api_fail(&e, tow_err_http(rc), rc == TOW_ENOENT ? "worker_not_found" : tow_err_name(rc),
-                     NULL, "%s", err.msg);
+                     NULL, "worker %s: %s", json_show_text(part, n, is), err.msg);
         reply_error(a, ROUTE_drain, x, &e, NULL);
         return;
     }

@@ -17,6 +17,9 @@
 
 #define ARENA_BYTES   ((size_t)1 << 30)
 #define RTR_MAX_TOOLS 512
+/* Values of any kind in one body: a context of a million ids, and 65,536 besides. The tree takes about
+ * 100 bytes for each, so --max-body-bytes alone would bound nothing. */
+#define MAX_VALUES ((1u << 20) + (1u << 16))
 
 int rtr_api_fail(struct rtr_api_error *e, int status, const char *code, const char *param,
                  const char *fmt, ...)
@@ -63,6 +66,21 @@ static int bad_inner(struct check *c, const char *param)
     return rtr_api_fail(c->e, 400, "invalid_value", param, "%.*s%s", parent, param, c->err.msg);
 }
 
+/* "param: must be WANTED, is VALUE", in the client's words; v NULL is missing. */
+static int must_be(struct check *c, const char *code, const char *param, const struct json *v,
+                   const char *wanted, ...) __attribute__((format(printf, 5, 6)));
+static int must_be(struct check *c, const char *code, const char *param, const struct json *v,
+                   const char *wanted, ...)
+{
+    char what[200], is[JSON_SHOW_BYTES];
+    va_list ap;
+    va_start(ap, wanted);
+    vsnprintf(what, sizeof what, wanted, ap);
+    va_end(ap);
+    return rtr_api_fail(c->e, 400, code, param, "%s: must be %s, is %s", param, what,
+                        json_show(v, is));
+}
+
 static int no_memory(struct check *c)
 {
     return rtr_api_fail(c->e, 503, "out_of_memory", NULL, "out of memory for this request");
@@ -99,12 +117,23 @@ static int check_model(struct check *c)
         return 0;
     }
     if (served && (n != strlen(served) || memcmp(s, served, n))) {
+        char is[JSON_SHOW_BYTES];
         return rtr_api_fail(c->e, 404, "model_not_found", "model",
-                            "model: %.100s is not served here; %.200s is", s, served);
+                            "model: %s is not served here; \"%.200s\" is", json_show_text(s, n, is),
+                            served);
     }
     c->a->model = s;
     c->a->model_len = n;
     return 0;
+}
+
+/* Of the one way to write an id, so that no two keys mean the same token: no sign, no blank, no 0 in
+ * front. -1: not written so. */
+static int64_t id_of_key(const char *key)
+{
+    size_t n = strspn(key, "0123456789");
+    if (n < 1 || n > 9 || key[n] || (n > 1 && key[0] == '0')) return -1;
+    return strtol(key, NULL, 10);
 }
 
 static int check_bias(struct check *c)
@@ -124,19 +153,21 @@ static int check_bias(struct check *c)
     size_t i = 0;
     JSON_EACH(it, obj)
     {
+        char is[JSON_SHOW_BYTES], at[JSON_SHOW_BYTES];
         const char *key = json_key(it);
-        char *end;
-        bool digits = key[0] >= '0' && key[0] <= '9' && strlen(key) <= 9;
-        unsigned long id = digits ? strtoul(key, &end, 10) : ULONG_MAX;
-        if (!digits || *end || id >= c->rules->n_vocab) {
+        int64_t id = id_of_key(key);
+        json_show_text(key, strlen(key), at);
+        if (id < 0 || id >= c->rules->n_vocab) {
             return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
-                                "logit_bias: key \"%.40s\" is not a token id from 0 to %u", key,
-                                c->rules->n_vocab - 1);
+                                "logit_bias: each key must be a token id from 0 to %u in plain "
+                                "decimal digits, is %s",
+                                c->rules->n_vocab - 1, at);
         }
         double v;
         if (!json_double(it, &v) || v < -100 || v > 100) {
             return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
-                                "logit_bias[\"%.40s\"]: not a number from -100 to 100", key);
+                                "logit_bias[%s]: must be a number from -100 to 100, is %s", at,
+                                json_show(it, is));
         }
         bias[i++] = (struct rtr_bias){(text_id)id, (float)v};
     }
@@ -159,7 +190,7 @@ static int check_logprobs(struct check *c)
     if (get_int(c, "top_logprobs", -1, 0, RTR_MAX_TOP, &top) < 0) return TOW_EINVAL;
     if (top >= 0 && !s->want_logprobs) {
         return rtr_api_fail(c->e, 400, "invalid_value", "top_logprobs",
-                            "top_logprobs: needs logprobs to be true");
+                            "top_logprobs: is %" PRId64 ", but logprobs is not true", top);
     }
     s->n_top = top > 0 ? (uint8_t)top : 0;
     return 0;
@@ -184,9 +215,12 @@ static int check_sampling(struct check *c)
     if (get_int(c, "index_topk", 0, 1, RTR_MAX_INDEX_TOPK, &v) < 0) return TOW_EINVAL;
     s->index_topk = (uint32_t)v;
     const struct json *capture = json_find(c->root, "index_capture");
+    char is[JSON_SHOW_BYTES];
     if (json_type(capture) != JSON_NULL && !c->rules->index_capture) {
         return rtr_api_fail(c->e, 400, "index_capture_disabled", "index_capture",
-                            "index_capture: is not enabled on this server");
+                            "index_capture: must be null or absent, is %s; captures are not "
+                            "enabled on this server",
+                            json_show(capture, is));
     }
     if (check_bias(c) < 0) return TOW_EINVAL;
     return check_logprobs(c);
@@ -199,13 +233,13 @@ static int check_one_stop(struct check *c, const struct json *v, size_t i, bool 
     size_t len;
     const char *s = json_string(v, &len);
     if (!s) {
-        return rtr_api_fail(c->e, 400, "invalid_type", param, "%s: %s, not a string", param,
-                            json_type_name(v));
+        return must_be(c, "invalid_type", param, v, "a string of 1 to %d bytes", RTR_MAX_STOP_LEN);
     }
     if (len < 1 || len > RTR_MAX_STOP_LEN) {
+        char is[JSON_SHOW_BYTES];
         return rtr_api_fail(c->e, 400, "invalid_value", param,
-                            "%s: %zu bytes; a stop string has 1 to %d", param, len,
-                            RTR_MAX_STOP_LEN);
+                            "%s: must be a string of 1 to %d bytes, is %s of %zu bytes", param,
+                            RTR_MAX_STOP_LEN, json_show(v, is), len);
     }
     c->a->stops[c->a->n_stops++] = (struct rtr_stop_string){s, len};
     return 0;
@@ -217,8 +251,7 @@ static int check_stop(struct check *c)
     if (json_type(v) == JSON_NULL) return 0;
     if (json_type(v) == JSON_STRING) return check_one_stop(c, v, 0, false);
     if (json_type(v) != JSON_ARRAY) {
-        return rtr_api_fail(c->e, 400, "invalid_type", "stop",
-                            "stop: %s, not a string or a list of strings", json_type_name(v));
+        return must_be(c, "invalid_type", "stop", v, "a string or a list of strings");
     }
     size_t n = json_size(v), i = 0;
     if (n > RTR_MAX_STOPS) {
@@ -242,7 +275,8 @@ static int check_stream(struct check *c)
     }
     if (options && !c->a->stream) {
         return rtr_api_fail(c->e, 400, "invalid_value", "stream_options",
-                            "stream_options: only with stream true");
+                            "stream_options: must be null or absent when stream is not true, is "
+                            "an object");
     }
     if (options &&
         json_get_bool(options, "include_usage", false, &c->a->include_usage, &c->err) < 0) {
@@ -271,9 +305,10 @@ static int take_ids(struct check *c, const struct json *list, const char *param,
     {
         int64_t v;
         if (!json_int(it, &v) || v < 0 || v >= c->rules->n_vocab) {
+            char is[JSON_SHOW_BYTES];
             return rtr_api_fail(c->e, 400, "invalid_token_id", param,
-                                "%s[%zu]: not a token id from 0 to %u", param, i,
-                                c->rules->n_vocab - 1);
+                                "%s[%zu]: must be a token id from 0 to %u, is %s", param, i,
+                                c->rules->n_vocab - 1, json_show(it, is));
         }
         ids[i++] = (text_id)v;
     }
@@ -339,6 +374,8 @@ static int echo_prompt(struct check *c, const struct prompt *p, uint32_t i)
     return c->a->echo[i] ? 0 : no_memory(c);
 }
 
+#define PROMPT_FORMS "a string, a list of strings, a list of token ids or a list of such lists"
+
 /* Is it a list of numbers (one prompt), of strings or of lists (several)? */
 static bool is_one_prompt(const struct json *v)
 {
@@ -350,15 +387,15 @@ static int check_prompts(struct check *c, struct prompt **out)
 {
     const struct json *v = json_find(c->root, "prompt");
     if (json_type(v) == JSON_NULL) {
-        return rtr_api_fail(c->e, 400, "missing_field", "prompt", "prompt: is required");
+        return must_be(c, "missing_field", "prompt", v, PROMPT_FORMS);
     }
     bool one = is_one_prompt(v);
     size_t n = one ? 1 : json_size(v);
     if (!one && (json_type(v) != JSON_ARRAY || n == 0)) {
-        return rtr_api_fail(c->e, 400, "invalid_type", "prompt",
-                            "prompt: %s, not a string, a list of strings, a list of token ids or a "
-                            "list of such lists",
-                            json_type(v) == JSON_ARRAY ? "an empty list" : json_type_name(v));
+        if (n == 0 && json_type(v) == JSON_ARRAY)
+            return rtr_api_fail(c->e, 400, "invalid_type", "prompt",
+                                "prompt: must be " PROMPT_FORMS ", is an empty list");
+        return must_be(c, "invalid_type", "prompt", v, PROMPT_FORMS);
     }
     if (n > RTR_MAX_CHOICES) {
         return rtr_api_fail(c->e, 400, "invalid_value", "prompt", "prompt: %zu prompts, at most %d",
@@ -373,13 +410,12 @@ static int check_prompts(struct check *c, struct prompt **out)
         char param[32] = "prompt";
         if (!one) snprintf(param, sizeof param, "prompt[%zu]", i);
         if (json_type(it) != JSON_STRING && json_type(it) != JSON_ARRAY) {
-            return rtr_api_fail(c->e, 400, "invalid_type", param,
-                                "%s: %s, not a string or a list of token ids", param,
-                                json_type_name(it));
+            return must_be(c, "invalid_type", param, it, "a string or a list of token ids");
         }
         if (take_prompt(c, it, param, &p[i]) < 0) return TOW_EINVAL;
         if (!p[i].n) {
-            return rtr_api_fail(c->e, 400, "invalid_value", param, "%s: is empty", param);
+            return rtr_api_fail(c->e, 400, "invalid_value", param,
+                                "%s: must be at least one token, is empty", param);
         }
     }
     *out = p;
@@ -394,12 +430,11 @@ static int check_completion_only(struct check *c, struct prompt *prompts)
     if (get_int(c, "best_of", c->a->n, 1, RTR_MAX_CHOICES, &best_of) < 0) return TOW_EINVAL;
     if (best_of != c->a->n) {
         return rtr_api_fail(c->e, 400, "invalid_value", "best_of",
-                            "best_of: %" PRId64 ", but only the value of n (%u) is supported",
-                            best_of, c->a->n);
+                            "best_of: must be the value of n, %u, is %" PRId64, c->a->n, best_of);
     }
     const struct json *suffix = json_find(c->root, "suffix");
     if (json_type(suffix) != JSON_NULL) {
-        return rtr_api_fail(c->e, 400, "unsupported", "suffix", "suffix: is not supported");
+        return must_be(c, "unsupported", "suffix", suffix, "null or absent");
     }
     if (!echo) return 0;
     c->a->echo = tow_arena_alloc(&c->a->req.arena, c->a->n_prompts * sizeof *c->a->echo);
@@ -431,37 +466,48 @@ static int check_tools(struct check *c, const struct json **out)
     if (json_get_array(c->root, "tools", &tools, &c->err) < 0) return bad(c, "tools", NULL);
     size_t i = 0;
     *out = NULL;
+    if (json_size(tools) > RTR_MAX_TOOLS) {
+        return rtr_api_fail(c->e, 400, "invalid_value", "tools", "tools: %zu of them, at most %d",
+                            json_size(tools), RTR_MAX_TOOLS);
+    }
     JSON_EACH(it, tools)
     {
         char param[48];
         size_t n;
-        const char *type = json_string(json_find(it, "type"), &n);
         snprintf(param, sizeof param, "tools[%zu]", i);
-        if (json_type(it) != JSON_OBJECT || !type || strcmp(type, "function") != 0) {
-            return rtr_api_fail(c->e, 400, "invalid_value", param,
-                                "%s: not an object with type \"function\"", param);
+        if (json_type(it) != JSON_OBJECT) {
+            return must_be(c, "invalid_value", param, it,
+                           "an object with type \"function\" and function");
+        }
+        const struct json *v = json_find(it, "type");
+        const char *type = json_string(v, &n);
+        snprintf(param, sizeof param, "tools[%zu].type", i);
+        if (!type || strcmp(type, "function") != 0) {
+            return must_be(c, "invalid_value", param, v, "\"function\"");
         }
         const struct json *f = json_find(it, "function");
-        const char *name = json_string(json_find(f, "name"), &n);
+        snprintf(param, sizeof param, "tools[%zu].function", i);
+        if (json_type(f) != JSON_OBJECT) {
+            return must_be(c, "invalid_value", param, f, "an object with a name");
+        }
+        v = json_find(f, "name");
+        const char *name = json_string(v, &n);
         snprintf(param, sizeof param, "tools[%zu].function.name", i);
         if (!name || !is_function_name(name, n)) {
-            return rtr_api_fail(c->e, 400, "invalid_value", param,
-                                "%s: not a string of 1 to 64 letters, digits, _, - and .", param);
+            return must_be(c, "invalid_value", param, v,
+                           "a string of 1 to 64 letters, digits, _, - and .");
         }
-        enum json_type what = json_type(json_find(f, "description"));
+        v = json_find(f, "description");
         snprintf(param, sizeof param, "tools[%zu].function.description", i);
-        if (what != JSON_NULL && what != JSON_STRING) {
-            return rtr_api_fail(c->e, 400, "invalid_type", param, "%s: not a string", param);
+        if (json_type(v) != JSON_NULL && json_type(v) != JSON_STRING) {
+            return must_be(c, "invalid_type", param, v, "a string");
         }
-        what = json_type(json_find(f, "parameters"));
+        v = json_find(f, "parameters");
         snprintf(param, sizeof param, "tools[%zu].function.parameters", i);
-        if (what != JSON_NULL && what != JSON_OBJECT) {
-            return rtr_api_fail(c->e, 400, "invalid_type", param, "%s: not an object", param);
+        if (json_type(v) != JSON_NULL && json_type(v) != JSON_OBJECT) {
+            return must_be(c, "invalid_type", param, v, "an object");
         }
-        if (++i > RTR_MAX_TOOLS) {
-            return rtr_api_fail(c->e, 400, "invalid_value", "tools", "tools: more than %d of them",
-                                RTR_MAX_TOOLS);
-        }
+        i++;
     }
     if (i) *out = tools;
     return 0;
@@ -470,10 +516,12 @@ static int check_tools(struct check *c, const struct json **out)
 static int check_tool_choice(struct check *c, struct text_chat_options *o)
 {
     const struct json *v = json_find(c->root, "tool_choice");
+    char is[JSON_SHOW_BYTES];
     if (text_chat_set_tool_choice(o, v, &c->err) < 0) return bad(c, "tool_choice", NULL);
     if (!o->tools && o->tool_choice != TEXT_TOOL_AUTO && o->tool_choice != TEXT_TOOL_NONE) {
         return rtr_api_fail(c->e, 400, "invalid_value", "tool_choice",
-                            "tool_choice: asks for a call, but there are no tools");
+                            "tool_choice: must be \"auto\" or \"none\" without tools, is %s",
+                            json_show(v, is));
     }
     if (o->tool_choice != TEXT_TOOL_NAMED) return 0;
     JSON_EACH(it, o->tools)
@@ -482,7 +530,8 @@ static int check_tool_choice(struct check *c, struct text_chat_options *o)
         if (name && !strcmp(name, o->tool_name)) return 0;
     }
     return rtr_api_fail(c->e, 400, "invalid_value", "tool_choice",
-                        "tool_choice: \"%.64s\" is not one of the tools", o->tool_name);
+                        "tool_choice.function.name: must be the name of one of the tools, is %s",
+                        json_show_text(o->tool_name, strlen(o->tool_name), is));
 }
 
 /* Thinking: chat_template_kwargs, else thinking.type, else reasoning_effort, else the server's
@@ -504,8 +553,8 @@ static int check_thinking(struct check *c, struct text_chat_options *o)
         return bad_inner(c, "thinking.type");
     }
     if (type && strcmp(type, "enabled") != 0 && strcmp(type, "disabled") != 0) {
-        return rtr_api_fail(c->e, 400, "invalid_value", "thinking.type",
-                            "thinking.type: \"%.32s\", not \"enabled\" or \"disabled\"", type);
+        return must_be(c, "invalid_value", "thinking.type", json_find(thinking, "type"),
+                       "\"enabled\" or \"disabled\"");
     }
     if (type) on = type[0] == 'e';
     if (json_get_object(c->root, "chat_template_kwargs", &kwargs, &c->err) < 0) {
@@ -533,27 +582,20 @@ static int check_response_format(struct check *c, struct text_chat_options *o)
         return bad(c, "response_format", NULL);
     }
     if (!f) return 0;
-    if (json_get_string(f, "type", NULL, &type, NULL, &c->err) < 0 || !type) {
-        return rtr_api_fail(c->e, 400, "invalid_value", "response_format.type",
-                            "response_format.type: not \"text\", \"json_object\" or "
-                            "\"json_schema\"");
-    }
-    if (!strcmp(type, "text")) return 0;
-    if (!strcmp(type, "json_object")) {
+    type = json_string(json_find(f, "type"), NULL);
+    if (type && !strcmp(type, "text")) return 0;
+    if (type && !strcmp(type, "json_object")) {
         o->response_format = f;
         return 0;
     }
-    if (strcmp(type, "json_schema") != 0) {
-        return rtr_api_fail(c->e, 400, "invalid_value", "response_format.type",
-                            "response_format.type: \"%.32s\", not \"text\", \"json_object\" or "
-                            "\"json_schema\"",
-                            type);
+    if (!type || strcmp(type, "json_schema") != 0) {
+        return must_be(c, "invalid_value", "response_format.type", json_find(f, "type"),
+                       "\"text\", \"json_object\" or \"json_schema\"");
     }
     schema = json_find(json_find(f, "json_schema"), "schema");
     if (json_type(schema) != JSON_OBJECT) {
-        return rtr_api_fail(c->e, 400, "invalid_value", "response_format.json_schema.schema",
-                            "response_format.json_schema.schema: %s, not an object",
-                            json_type_name(schema));
+        return must_be(c, "invalid_value", "response_format.json_schema.schema", schema,
+                       "an object");
     }
     o->response_format = schema;
     return 0;
@@ -571,10 +613,11 @@ static int check_chat(struct check *c, struct prompt **out)
     }
     const struct json *messages = json_find(c->root, "messages");
     if (json_type(messages) != JSON_ARRAY || !json_first(messages)) {
+        char is[JSON_SHOW_BYTES];
         return rtr_api_fail(
             c->e, 400, json_type(messages) == JSON_NULL ? "missing_field" : "invalid_type",
-            "messages", "messages: %s, not a list of at least one message",
-            json_type(messages) == JSON_ARRAY ? "an empty list" : json_type_name(messages));
+            "messages", "messages: must be a list of at least one message, is %s",
+            json_type(messages) == JSON_ARRAY ? "an empty list" : json_show(messages, is));
     }
     rc = text_chat_encode(&a->chat, messages, &o, &c->err);
     a->has_chat = true;
@@ -729,10 +772,8 @@ static int check_ids_only(struct check *c)
     } else {
         enum json_type want = c->a->route == RTR_TOKENIZE ? JSON_STRING : JSON_ARRAY;
         if (json_type(v) != want) {
-            return rtr_api_fail(c->e, 400,
-                                json_type(v) == JSON_NULL ? "missing_field" : "invalid_type", key,
-                                "%s: %s, not %s", key, json_type_name(v),
-                                want == JSON_STRING ? "a string" : "a list of token ids");
+            return must_be(c, json_type(v) == JSON_NULL ? "missing_field" : "invalid_type", key, v,
+                           want == JSON_STRING ? "a string" : "a list of token ids");
         }
         p = tow_arena_alloc(&c->a->req.arena, sizeof *p);
         if (!p) return no_memory(c);
@@ -746,12 +787,15 @@ static int check_ids_only(struct check *c)
     return 0;
 }
 
+/* Members that an ask points into: model, stops, tools, and what a capture expects. */
+static const char *const borrowed_from[] = {"model", "stop", "tools", "index_capture", NULL};
+
 int rtr_ask_parse(struct rtr_ask **out, enum rtr_route route, const char *body, size_t n,
                   const struct rtr_ask_rules *rules, struct rtr_api_error *e)
 {
     struct rtr_ask_rules r = *rules;
     if (!r.n_vocab) r.n_vocab = (uint32_t)text_tokenizer_n_ids(r.tok);
-    struct json_limits limits = {.max_bytes = rules->max_body_bytes};
+    struct json_limits limits = {.max_bytes = rules->max_body_bytes, .max_values = MAX_VALUES};
     struct check c = {.rules = &r, .e = e};
     memset(e, 0, sizeof *e);
     struct rtr_ask *a = calloc(1, sizeof *a);
@@ -769,12 +813,14 @@ int rtr_ask_parse(struct rtr_ask **out, enum rtr_route route, const char *body, 
     }
     c.root = a->tree;
     if (json_type(a->tree) != JSON_OBJECT) {
-        rc = rtr_api_fail(e, 400, "invalid_type", NULL, "the body is %s, not an object",
-                          json_type_name(a->tree));
+        char is[JSON_SHOW_BYTES];
+        rc = rtr_api_fail(e, 400, "invalid_type", NULL, "the body must be an object, is %s",
+                          json_show(a->tree, is));
         goto free_ask;
     }
     rc = route == RTR_CHAT || route == RTR_COMPLETIONS ? check_generation(&c) : check_ids_only(&c);
     if (rc < 0) goto free_ask;
+    json_keep(a->tree, borrowed_from); /* the rest may be a hundred times as large as all we keep */
     snprintf(a->req.id, sizeof a->req.id, "%s-%016" PRIx64 "%08" PRIx32,
              route == RTR_CHAT ? "chatcmpl" : "cmpl", tow_random_u64(), (uint32_t)tow_random_u64());
     *out = a;

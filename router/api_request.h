@@ -43,7 +43,7 @@ struct rtr_api_error {
 struct rtr_ask {
     struct rtr_request req;
     enum rtr_route route;
-    struct json *tree; /* owned; strings below point into it */
+    struct json *tree; /* owned; what is left of the body: strings below point into it */
     const char *model;
     size_t model_len;
     uint64_t created; /* seconds since 1970 */

@@ -14,7 +14,6 @@
 
 #define FIELD     "index_capture"
 #define MAX_FINDS 100 /* occurrences of a text that are counted */
-#define MAX_SHOWN 60  /* bytes of a text that a message quotes */
 
 _Static_assert((int)TEXT_BF16 == (int)WIRE_SHADOW_BF16 && (int)TEXT_FP8 == (int)WIRE_SHADOW_FP8 &&
                    (int)TEXT_FP4 == (int)WIRE_SHADOW_FP4,
@@ -38,18 +37,6 @@ static int no_memory(struct parse *p)
 }
 
 /* ---- spans ---- */
-
-/* Bytes of the whole characters at the front of s, at most max. */
-static int whole_chars(const char *s, size_t n, size_t max)
-{
-    size_t good = 0;
-    while (good < n) {
-        size_t k = (size_t)json_utf8_len(s + good, n - good);
-        if (k == 0 || good + k > max) break;
-        good += k;
-    }
-    return (int)good;
-}
 
 /* The bytes of the prompt. */
 static void prompt_text(const struct rtr_capture_rules *rules, struct tow_buf *out)
@@ -93,9 +80,10 @@ static int find_text(struct parse *p, const struct json *v, struct rtr_capture_s
 {
     size_t len, at = 0;
     const char *text = json_string(json_find(v, "text"), &len);
+    char is[JSON_SHOW_BYTES];
     if (!text || !len)
-        return WRONG(p, ".spans", ": text is %s, not a string that is not empty",
-                     text ? "empty" : json_type_name(json_find(v, "text")));
+        return WRONG(p, ".spans", ": text must be a string that is not empty, is %s",
+                     json_show(json_find(v, "text"), is));
     struct tow_buf all;
     tow_buf_init(&all, 0);
     prompt_text(p->rules, &all);
@@ -103,13 +91,11 @@ static int find_text(struct parse *p, const struct json *v, struct rtr_capture_s
     uint32_t finds = failed || !all.len ? 0 : count_finds(all.data, all.len, text, len, &at);
     tow_buf_fini(&all);
     if (failed) return no_memory(p);
-    int shown = whole_chars(text, len, MAX_SHOWN);
-    if (!finds)
-        return WRONG(p, ".spans", ": the text \"%.*s\" is not in the encoded prompt", shown, text);
+    json_show_text(text, len, is);
+    if (!finds) return WRONG(p, ".spans", ": the text %s is not in the encoded prompt", is);
     if (finds > 1)
-        return WRONG(p, ".spans",
-                     ": the text \"%.*s\" is %s%u times in the encoded prompt, must be once", shown,
-                     text, finds == MAX_FINDS ? "at least " : "", finds);
+        return WRONG(p, ".spans", ": the text %s is %s%u times in the encoded prompt, must be once",
+                     is, finds == MAX_FINDS ? "at least " : "", finds);
     *out = tokens_of_bytes(p->rules, at, at + len);
     return 0;
 }
@@ -118,10 +104,15 @@ static int take_pair(struct parse *p, const struct json *v, size_t i, struct rtr
 {
     int64_t start, end;
     const struct json *first = json_first(v);
-    if (json_type(v) != JSON_ARRAY || json_size(v) != 2 || !json_int(first, &start) ||
-        !json_int(json_next(first), &end))
-        return WRONG(p, ".spans", "[%zu]: not [start, end], two token positions, nor {\"text\"}",
-                     i);
+    char is[JSON_SHOW_BYTES], next[JSON_SHOW_BYTES];
+    if (json_type(v) != JSON_ARRAY)
+        return WRONG(p, ".spans", "[%zu]: must be [start, end] or {\"text\": \"...\"}, is %s", i,
+                     json_show(v, is));
+    if (json_size(v) != 2)
+        return WRONG(p, ".spans", "[%zu]: must be [start, end], is a list of %zu", i, json_size(v));
+    if (!json_int(first, &start) || !json_int(json_next(first), &end))
+        return WRONG(p, ".spans", "[%zu]: must be [start, end], two integers, is [%s, %s]", i,
+                     json_show(first, is), json_show(json_next(first), next));
     if (start < 0 || start >= end || end > p->rules->n_prompt)
         return WRONG(p, ".spans",
                      "[%zu]: [%" PRId64 ", %" PRId64 "] is no span of the prompt, which has %u "
@@ -135,14 +126,15 @@ static int read_spans(struct parse *p)
 {
     const struct json *v = json_find(p->v, "spans");
     struct rtr_capture *c = p->c;
+    char is[JSON_SHOW_BYTES];
     if (json_type(v) == JSON_OBJECT) {
         c->n_spans = 1;
         return find_text(p, v, &c->spans[0]);
     }
     size_t n = json_size(v);
     if (json_type(v) != JSON_ARRAY)
-        return WRONG(p, ".spans", ": %s, not a list of [start, end] or {\"text\": \"...\"}",
-                     json_type(v) == JSON_NULL ? "missing" : json_type_name(v));
+        return WRONG(p, ".spans", ": must be a list of [start, end] or {\"text\": \"...\"}, is %s",
+                     json_show(v, is));
     if (n < 1 || n > RTR_CAPTURE_MAX_SPANS)
         return WRONG(p, ".spans", ": %zu spans, must be 1 to %d", n, RTR_CAPTURE_MAX_SPANS);
     JSON_EACH(it, v)
@@ -209,14 +201,17 @@ static int read_steps(struct parse *p)
                                         [WIRE_CAPTURE_ALL] = "all"};
     const struct json *v = json_find(p->v, "steps");
     const char *s = json_string(v, NULL);
+    char is[JSON_SHOW_BYTES];
     int64_t max;
     if (json_type(v) == JSON_NULL) s = names[WIRE_CAPTURE_PREFILL];
     for (uint8_t i = WIRE_CAPTURE_PREFILL; s && i <= WIRE_CAPTURE_ALL; i++)
         if (!strcmp(s, names[i])) p->c->ask.steps = i;
     if (!p->c->ask.steps)
-        return WRONG(p, ".steps", ": not \"prefill_last\", \"decode\" or \"all\"");
+        return WRONG(p, ".steps", ": must be \"prefill_last\", \"decode\" or \"all\", is %s",
+                     json_show(v, is));
     if (json_get_int(p->v, "max_steps", 64, 1, WIRE_CAPTURE_MAX_STEPS, &max, &p->err) < 0)
-        return WRONG(p, ".max_steps", ": not an integer from 1 to %d", WIRE_CAPTURE_MAX_STEPS);
+        return WRONG(p, ".max_steps", ": must be an integer from 1 to %d, is %s",
+                     WIRE_CAPTURE_MAX_STEPS, json_show(json_find(p->v, "max_steps"), is));
     p->c->ask.max_steps = (uint32_t)max;
     return 0;
 }
@@ -239,20 +234,22 @@ static int read_layers(struct parse *p)
 {
     const struct json *v = json_find(p->v, "layers");
     const char *s = json_string(v, NULL);
-    char all[512];
+    char all[512], is[JSON_SHOW_BYTES];
     bool want[WIRE_CAPTURE_MAX_LAYERS] = {false};
     print_layers(p->rules, all, sizeof all);
     if (!all[0]) return WRONG(p, ".layers", ": this model has no layer with an indexer");
     if (json_type(v) == JSON_NULL || (s && !strcmp(s, "all"))) return 0;
     if (json_type(v) != JSON_ARRAY || !json_first(v))
-        return WRONG(p, ".layers", ": not \"all\" or a list of layers; layers with an indexer: %s",
-                     all);
+        return WRONG(p, ".layers",
+                     ": must be \"all\" or a list of layers, is %s; layers with an indexer: %s",
+                     json_type(v) == JSON_ARRAY ? "an empty list" : json_show(v, is), all);
     JSON_EACH(it, v)
     {
         int64_t layer;
         if (!json_int(it, &layer))
-            return WRONG(p, ".layers", ": %s in the list, not a layer; layers with an indexer: %s",
-                         json_type_name(it), all);
+            return WRONG(p, ".layers",
+                         ": each must be the number of a layer, is %s; layers with an indexer: %s",
+                         json_show(it, is), all);
         if (!has_indexer(p->rules, layer) || layer >= WIRE_CAPTURE_MAX_LAYERS)
             return WRONG(p, ".layers",
                          ": layer %" PRId64 " has no indexer; layers with an indexer: %s", layer,
@@ -270,14 +267,17 @@ static int read_layers(struct parse *p)
 static int read_shadow(struct parse *p)
 {
     const struct json *v = json_find(p->v, "shadow");
+    char is[JSON_SHOW_BYTES];
     if (json_type(v) != JSON_NULL && json_type(v) != JSON_ARRAY)
-        return WRONG(p, ".shadow", ": %s, not a list of \"bf16\", \"fp8\", \"fp4\"",
-                     json_type_name(v));
+        return WRONG(p, ".shadow", ": must be a list of \"bf16\", \"fp8\", \"fp4\", is %s",
+                     json_show(v, is));
     JSON_EACH(it, v)
     {
         const char *name = json_string(it, NULL);
         int key = name ? text_precision_find(name) : -1;
-        if (key < 0) return WRONG(p, ".shadow", ": each must be \"bf16\", \"fp8\" or \"fp4\"");
+        if (key < 0)
+            return WRONG(p, ".shadow", ": each must be \"bf16\", \"fp8\" or \"fp4\", is %s",
+                         json_show(it, is));
         p->c->ask.shadow |= (uint8_t)(1 << key);
     }
     return 0;
@@ -286,14 +286,18 @@ static int read_shadow(struct parse *p)
 static int read_rest(struct parse *p)
 {
     bool lists;
+    char is[JSON_SHOW_BYTES];
     if (json_get_bool(p->v, "lists", false, &lists, &p->err) < 0)
-        return WRONG(p, ".lists", ": %s, not a bool", json_type_name(json_find(p->v, "lists")));
+        return WRONG(p, ".lists", ": must be true or false, is %s",
+                     json_show(json_find(p->v, "lists"), is));
     p->c->ask.lists = lists;
     const struct json *v = json_find(p->v, "expect");
     if (json_type(v) == JSON_NULL) return 0;
     p->c->expect = json_string(v, &p->c->expect_len);
     if (!p->c->expect || p->c->expect_len < 1 || p->c->expect_len > RTR_CAPTURE_MAX_EXPECT)
-        return WRONG(p, ".expect", ": not a string of 1 to %d bytes", RTR_CAPTURE_MAX_EXPECT);
+        return WRONG(p, ".expect", ": must be a string of 1 to %d bytes, is %s%s",
+                     RTR_CAPTURE_MAX_EXPECT, json_show(v, is),
+                     p->c->expect_len > RTR_CAPTURE_MAX_EXPECT ? " and longer" : "");
     return 0;
 }
 
@@ -316,7 +320,9 @@ int rtr_capture_parse(struct rtr_capture **out, const struct json *v,
 {
     struct parse p = {.v = v, .rules = rules, .arena = arena, .e = e};
     int rc;
-    if (json_type(v) != JSON_OBJECT) return WRONG(&p, "", ": %s, not an object", json_type_name(v));
+    char is[JSON_SHOW_BYTES];
+    if (json_type(v) != JSON_OBJECT)
+        return WRONG(&p, "", ": must be an object, is %s", json_show(v, is));
     p.c = tow_arena_alloc(arena, sizeof *p.c);
     if (!p.c) return no_memory(&p);
     p.c->prompt = rules->prompt;

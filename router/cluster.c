@@ -485,7 +485,10 @@ int rtr_cluster_open(struct rtr_cluster **out, struct net_loop *loop, const char
     if (!rc_cfg.random) rc_cfg.random = kernel_random;
     rc = c->frame && c->top ? rtr_route_new(&c->route, &rc_cfg, err)
                             : tow_fail(err, TOW_ENOMEM, "cluster: out of memory");
-    if (rc == 0) rc = net_ctl_listen(&c->server, loop, control_url, NULL, &hooks, c, err);
+    if (rc == 0) {
+        rc = net_ctl_listen(&c->server, loop, control_url, NULL, &hooks, c, err);
+        if (rc < 0) tow_note(err, "--control");
+    }
     if (rc == 0) rc = net_timer_open(&c->tick, loop, on_tick, c, err);
     if (rc < 0) {
         rtr_cluster_close(c);

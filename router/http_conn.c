@@ -27,10 +27,13 @@
 #include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/net/listen.h"
+#include "common/text/json.h"
 #include "router/http_parse.h"
 
+#include <inttypes.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -47,7 +50,6 @@
 #define LINGER_MS      2000
 #define LINGER_BYTES   ((size_t)4 << 20)
 #define KEEP_BUFFER    16384 /* a larger buffer is given back when it runs empty */
-#define TURN_AWAY      64    /* connections above the limit that are told so */
 #define CONTINUE_LINE  "HTTP/1.1 100 Continue\r\n\r\n"
 
 const struct rtr_http_limits rtr_http_defaults = {
@@ -291,25 +293,44 @@ static void on_idle(uv_idle_t *idle)
 }
 
 /* Answers a request that is refused below the handler, and closes. */
-static void refuse(struct rtr_exchange *x, int status, const char *reason)
+static void refuse(struct rtr_exchange *x, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static void refuse(struct rtr_exchange *x, int status, const char *fmt, ...)
 {
     struct rtr_http *s = x->server;
-    char body[256];
-    int n = snprintf(body, sizeof body,
-                     "{\"error\": {\"message\": \"%s\", \"type\": \"%s\", \"param\": null, "
-                     "\"code\": \"%s\"}}",
-                     reason, status < 500 ? "invalid_request_error" : "server_error",
-                     status == 413   ? "body_too_large"
-                     : status == 408 ? "request_timeout"
-                     : status == 503 ? "overloaded"
-                                     : "bad_http");
+    char reason[RTR_HTTP_MAX_REASON];
+    struct tow_buf body;
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(reason, sizeof reason, fmt, ap);
+    va_end(ap);
+    tow_buf_init(&body, 0);
+    tow_buf_puts(&body, "{\"error\": {\"message\": ");
+    json_put_string(&body, reason, strlen(reason));
+    tow_buf_printf(&body, ", \"type\": \"%s\", \"param\": null, \"code\": \"%s\"}}",
+                   status < 500 ? "invalid_request_error" : "server_error",
+                   status == 413   ? "body_too_large"
+                   : status == 408 ? "request_timeout"
+                   : status == 503 ? "overloaded"
+                                   : "bad_http");
     if (s->handler.on_refused) s->handler.on_refused(s->ctx, status);
     x->last = true;
     s->stats.exchanges++; /* reply() ends one */
     x->state = RUNNING;
     x->h.method = (struct rtr_span){0, 0};
     rtr_exchange_reply(x, status, "application/json", status == 503 ? "Retry-After: 1\r\n" : NULL,
-                       body, (size_t)n);
+                       body.data ? body.data : "", body.len);
+    tow_buf_fini(&body);
+}
+
+/* Bodies of all requests together have a limit. */
+static void refuse_buffered(struct rtr_exchange *x, uint64_t more)
+{
+    struct rtr_http *s = x->server;
+    refuse(x, 503,
+           "request bodies: at most %" PRIu64 " bytes at once, %" PRIu64
+           " are held and this one has %" PRIu64,
+           s->limits.max_buffered_bytes, (uint64_t)s->stats.buffered, more);
 }
 
 static void on_head(struct rtr_exchange *x, size_t used)
@@ -324,7 +345,7 @@ static void on_head(struct rtr_exchange *x, size_t used)
     }
     bool has_body = x->h.chunked || x->h.content_length > 0;
     if (s->stats.buffered + x->h.content_length > s->limits.max_buffered_bytes) {
-        refuse(x, 503, "too many request bodies at once");
+        refuse_buffered(x, x->h.content_length);
         return;
     }
     if (!has_body || !(x->h.expect_continue || x->h.content_length > EARLY_BODY)) return;
@@ -362,12 +383,12 @@ static void process(struct rtr_exchange *x)
             } else {
                 s->stats.buffered += body_len;
                 if (s->stats.buffered > s->limits.max_buffered_bytes) {
-                    refuse(x, 503, "too many request bodies at once");
+                    refuse_buffered(x, x->body.len);
                 }
             }
         }
         x->in_at += used;
-        if (ev == RTR_HTTP_BAD) refuse(x, x->parser.status, x->parser.reason);
+        if (ev == RTR_HTTP_BAD) refuse(x, x->parser.status, "%s", x->parser.reason);
         if (ev == RTR_HTTP_END) {
             x->state = RUNNING;
             s->stats.exchanges++;
@@ -630,7 +651,8 @@ static void sweep_one(struct rtr_exchange *x, uint64_t now)
     case READING:
         if (x->in_bytes && now - x->since_ms > s->limits.request_ms) {
             s->stats.timed_out++;
-            refuse(x, 408, "request not complete in time");
+            refuse(x, 408, "request: must be complete within %u ms of its first byte, is not",
+                   s->limits.request_ms);
         } else if (!x->in_bytes && !x->busy && now - x->since_ms > s->limits.idle_ms) {
             close_conn(x);
         }
@@ -695,10 +717,11 @@ static void on_client(void *arg)
     start_reading(x);
     if (full && x->state == READING) {
         s->stats.refused_full++;
-        if (s->stats.connections > s->limits.max_connections + TURN_AWAY) {
+        if (s->stats.connections > s->limits.max_connections + RTR_HTTP_TURN_AWAY) {
             close_conn(x);
         } else {
-            refuse(x, 503, "too many connections");
+            refuse(x, 503, "connections: at most %u at once, all are taken",
+                   s->limits.max_connections);
         }
     }
 }

@@ -32,6 +32,7 @@ struct rtr_http_limits {
     uint32_t stall_ms;           /* unsent bytes and none taken by the client; then: cut off */
 };
 extern const struct rtr_http_limits rtr_http_defaults;
+enum { RTR_HTTP_TURN_AWAY = 64 }; /* connections above the limit that are told so */
 
 struct rtr_http_handler {
     /* The head of a request whose body is large or waits for 100-continue. May reply() at once and

@@ -15,6 +15,9 @@
  */
 #include "router/http_parse.h"
 
+#include <inttypes.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <string.h>
 #include <strings.h>
 
@@ -30,6 +33,7 @@ enum {
     REFUSED,
 };
 
+#define SHOWN          32 /* bytes of a client that a reason quotes */
 #define CHUNK_DIGITS   16
 #define MAX_CHUNK_LINE (CHUNK_DIGITS + 1 + RTR_HTTP_MAX_EXT + 2)
 
@@ -56,12 +60,44 @@ bool rtr_http_in_request(const struct rtr_http_parser *p)
     return p->state != START || p->scanned > 0;
 }
 
-static enum rtr_http_event refuse(struct rtr_http_parser *p, int status, const char *reason)
+static enum rtr_http_event refuse(struct rtr_http_parser *p, int status, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static enum rtr_http_event refuse(struct rtr_http_parser *p, int status, const char *fmt, ...)
 {
+    va_list ap;
+    va_start(ap, fmt);
+    vsnprintf(p->reason, sizeof p->reason, fmt, ap);
+    va_end(ap);
     p->state = REFUSED;
     p->status = status;
-    p->reason = reason;
     return RTR_HTTP_BAD;
+}
+
+/* Bytes of a client as a reason quotes them: in quotes, at most SHOWN, escaped to printable ASCII. */
+struct shown {
+    char text[4 * SHOWN + 6];
+};
+static struct shown show(const char *s, size_t n)
+{
+    struct shown out;
+    size_t k = 0;
+    out.text[k++] = '"';
+    for (size_t i = 0; i < n && i < SHOWN; i++) {
+        unsigned char c = (unsigned char)s[i];
+        if (c >= 0x20 && c < 0x7f && c != '"' && c != '\\')
+            out.text[k++] = (char)c;
+        else
+            k += (size_t)snprintf(out.text + k, 5, "\\x%02x", c);
+    }
+    snprintf(out.text + k, 5, n > SHOWN ? "\"..." : "\"");
+    return out;
+}
+
+/* Bytes of a header line up to its colon: what it says may be a secret. */
+static size_t name_len(const char *line, size_t n)
+{
+    const char *colon = memchr(line, ':', n);
+    return colon ? (size_t)(colon - line) : n;
 }
 
 /* RFC 9110 token characters. */
@@ -83,22 +119,25 @@ static bool same(const char *s, size_t n, const char *lower)
 }
 
 /* The line that begins at p->line_at, when its end is within `limit` bytes of the start. 1: content
- * is [line_at, *end), the next line begins at *next. 0: not there yet. -1: refused. */
+ * is [line_at, *end), the next line begins at *next. 0: not there yet. -1: refused; a line without
+ * an end within the limit with `too_long`, and `what` says what the limit is of. */
 static int take_line(struct rtr_http_parser *p, const char *bytes, size_t n, size_t limit,
-                     int too_long, size_t *end, size_t *next)
+                     int too_long, const char *what, size_t *end, size_t *next)
 {
     size_t to = n < limit ? n : limit;
     const char *lf = p->scanned < to ? memchr(bytes + p->scanned, '\n', to - p->scanned) : NULL;
     if (!lf) {
         p->scanned = (uint32_t)to;
         if (n < limit) return 0;
-        refuse(p, too_long,
-               too_long == 414 ? "request target too long" : "header or line too long");
+        const char *line = bytes + p->line_at;
+        refuse(p, too_long, "%s must end within %zu bytes, is longer: line %s does not end there",
+               what, limit, show(line, name_len(line, to - p->line_at)).text);
         return -1;
     }
     size_t at = (size_t)(lf - bytes);
     if (at == p->line_at || bytes[at - 1] != '\r') {
-        refuse(p, 400, "line does not end in CR LF");
+        refuse(p, 400, "every line must end in CR LF, %s does not",
+               show(bytes + p->line_at, name_len(bytes + p->line_at, at - p->line_at)).text);
         return -1;
     }
     *end = at - 1;
@@ -110,13 +149,15 @@ static int take_line(struct rtr_http_parser *p, const char *bytes, size_t n, siz
 static bool parse_target(struct rtr_http_parser *p, const char *bytes, size_t at, size_t end)
 {
     if (end - at > RTR_HTTP_MAX_TARGET) {
-        refuse(p, 414, "request target too long");
+        refuse(p, 414, "request target: must have at most %d bytes, has %zu, %s",
+               RTR_HTTP_MAX_TARGET, end - at, show(bytes + at, end - at).text);
         return false;
     }
     for (size_t i = at; i < end; i++) {
         unsigned char c = (unsigned char)bytes[i];
         if (c <= 0x20 || c >= 0x7f || c == '#') {
-            refuse(p, 400, "illegal character in the request target");
+            refuse(p, 400, "request target: must be printable ASCII without #, has %s at byte %zu",
+                   show(bytes + i, 1).text, i - at);
             return false;
         }
     }
@@ -128,7 +169,8 @@ static bool parse_target(struct rtr_http_parser *p, const char *bytes, size_t at
         path = at + skip;
         while (path < end && bytes[path] != '/' && bytes[path] != '?') path++;
         if (!skip || path == at + skip) {
-            refuse(p, 400, "request target is neither a path nor an http URL");
+            refuse(p, 400, "request target: must be a path or an http URL, is %s",
+                   show(bytes + at, end - at).text);
             return false;
         }
     }
@@ -146,14 +188,16 @@ static bool parse_request_line(struct rtr_http_parser *p, const char *bytes, siz
     size_t i = at;
     while (i < end && is_token((unsigned char)bytes[i])) i++;
     if (i == at || i == end || bytes[i] != ' ') {
-        refuse(p, 400, "malformed request line");
+        refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
+               show(bytes + at, end - at).text);
         return false;
     }
     p->head.method = (struct rtr_span){(uint32_t)at, (uint32_t)(i - at)};
     size_t target = ++i;
     while (i < end && bytes[i] != ' ') i++;
     if (i == target || i == end) {
-        refuse(p, 400, "malformed request line");
+        refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
+               show(bytes + at, end - at).text);
         return false;
     }
     if (!parse_target(p, bytes, target, i)) return false;
@@ -162,11 +206,12 @@ static bool parse_request_line(struct rtr_http_parser *p, const char *bytes, siz
                    bytes[i + 5] <= '9' && bytes[i + 6] == '.' && bytes[i + 7] >= '0' &&
                    bytes[i + 7] <= '9';
     if (!is_http) {
-        refuse(p, 400, "malformed request line");
+        refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
+               show(bytes + at, end - at).text);
         return false;
     }
     if (bytes[i + 5] != '1' || bytes[i + 7] > '1') {
-        refuse(p, 505, "only HTTP/1.1 and HTTP/1.0 are spoken here");
+        refuse(p, 505, "version: must be HTTP/1.1 or HTTP/1.0, is %s", show(bytes + i, 8).text);
         return false;
     }
     p->head.minor = (uint8_t)(bytes[i + 7] - '0');
@@ -176,7 +221,7 @@ static bool parse_request_line(struct rtr_http_parser *p, const char *bytes, siz
 static bool parse_length(struct rtr_http_parser *p, const char *s, size_t n)
 {
     if (p->head.has_length) {
-        refuse(p, 400, "more than one Content-Length");
+        refuse(p, 400, "Content-Length: must stand once, stands again with %s", show(s, n).text);
         return false;
     }
     uint64_t v = 0;
@@ -186,7 +231,7 @@ static bool parse_length(struct rtr_http_parser *p, const char *s, size_t n)
         v = v * 10 + (uint64_t)(s[i] - '0');
     }
     if (!good) {
-        refuse(p, 400, "Content-Length is not a number");
+        refuse(p, 400, "Content-Length: must be 1 to 18 decimal digits, is %s", show(s, n).text);
         return false;
     }
     p->head.has_length = true;
@@ -214,13 +259,15 @@ static bool split_field(struct rtr_http_parser *p, const char *bytes, size_t at,
                         struct rtr_span *name, struct rtr_span *value)
 {
     if (bytes[at] == ' ' || bytes[at] == '\t') {
-        refuse(p, 400, "folded header line");
+        refuse(p, 400, "header: must not begin with a blank (a folded line), is %s",
+               show(bytes + at, name_len(bytes + at, end - at)).text);
         return false;
     }
     size_t i = at;
     while (i < end && is_token((unsigned char)bytes[i])) i++;
     if (i == at || i == end || bytes[i] != ':') {
-        refuse(p, 400, "malformed header name");
+        refuse(p, 400, "header: must begin with a name and a colon without blanks, is %s",
+               show(bytes + at, name_len(bytes + at, end - at)).text);
         return false;
     }
     *name = (struct rtr_span){(uint32_t)at, (uint32_t)(i - at)};
@@ -228,7 +275,8 @@ static bool split_field(struct rtr_http_parser *p, const char *bytes, size_t at,
     for (size_t k = a; k < b; k++) {
         unsigned char c = (unsigned char)bytes[k];
         if ((c < 0x20 && c != '\t') || c == 0x7f) {
-            refuse(p, 400, "control character in a header");
+            refuse(p, 400, "header %s: must have no control characters, has %s",
+                   show(bytes + at, i - at).text, show(bytes + k, 1).text);
             return false;
         }
     }
@@ -243,7 +291,8 @@ static bool parse_field(struct rtr_http_parser *p, const char *bytes, size_t at,
     struct rtr_span name, value;
     if (!split_field(p, bytes, at, end, &name, &value)) return false;
     if (++p->head.n_headers > RTR_HTTP_MAX_HEADERS) {
-        refuse(p, 431, "too many header lines");
+        refuse(p, 431, "header: at most %d lines, line %u is %s", RTR_HTTP_MAX_HEADERS,
+               p->head.n_headers, show(bytes + name.at, name.len).text);
         return false;
     }
     const char *k = bytes + name.at, *v = bytes + value.at;
@@ -252,35 +301,43 @@ static bool parse_field(struct rtr_http_parser *p, const char *bytes, size_t at,
     if (same(k, name.len, "host")) {
         bool good = !p->has_host;
         for (size_t i = 0; good && i < value.len; i++) good = is_host_char((unsigned char)v[i]);
-        if (!good) refuse(p, 400, p->has_host ? "more than one Host" : "malformed Host");
+        if (!good)
+            refuse(p, 400,
+                   p->has_host ? "Host: must stand once, stands again with %s"
+                               : "Host: must be a name or number and a port, is %s",
+                   show(v, value.len).text);
         p->has_host = true;
         return good;
     }
     if (same(k, name.len, "transfer-encoding")) {
         if (p->has_te) {
-            refuse(p, 400, "more than one Transfer-Encoding");
+            refuse(p, 400, "Transfer-Encoding: must stand once, stands again with %s",
+                   show(v, value.len).text);
             return false;
         }
         p->has_te = true;
         p->head.chunked = same(v, value.len, "chunked");
-        if (!p->head.chunked) refuse(p, 501, "the only transfer coding spoken here is chunked");
+        if (!p->head.chunked)
+            refuse(p, 501, "Transfer-Encoding: must be chunked, is %s", show(v, value.len).text);
         return p->head.chunked;
     }
     if (same(k, name.len, "expect")) {
         p->has_expect = same(v, value.len, "100-continue");
-        if (!p->has_expect) refuse(p, 417, "the only expectation known here is 100-continue");
+        if (!p->has_expect)
+            refuse(p, 417, "Expect: must be 100-continue, is %s", show(v, value.len).text);
         return p->has_expect;
     }
     if (same(k, name.len, "authorization")) {
         if (p->head.authorization.len) {
-            refuse(p, 400, "more than one Authorization");
+            refuse(p, 400, "Authorization: must stand once, stands twice");
             return false;
         }
         p->head.authorization = value;
     } else if (same(k, name.len, "content-type")) {
         p->head.content_type = value;
     } else if (same(k, name.len, "content-encoding") && !same(v, value.len, "identity")) {
-        refuse(p, 415, "compressed bodies are not taken");
+        refuse(p, 415, "Content-Encoding: must be absent or identity, is %s",
+               show(v, value.len).text);
         return false;
     }
     return true;
@@ -289,12 +346,20 @@ static bool parse_field(struct rtr_http_parser *p, const char *bytes, size_t at,
 static enum rtr_http_event end_head(struct rtr_http_parser *p)
 {
     struct rtr_http_head *h = &p->head;
-    if (h->minor == 1 && !p->has_host) return refuse(p, 400, "missing Host");
-    if (h->minor == 0 && p->has_te) return refuse(p, 400, "Transfer-Encoding in HTTP/1.0");
+    if (h->minor == 1 && !p->has_host)
+        return refuse(p, 400, "Host: must stand in a request of HTTP/1.1, is missing");
+    if (h->minor == 0 && p->has_te)
+        return refuse(p, 400,
+                      "Transfer-Encoding: must not stand in a request of HTTP/1.0, is chunked");
     if (p->has_te && h->has_length) {
-        return refuse(p, 400, "both Content-Length and Transfer-Encoding");
+        return refuse(p, 400,
+                      "Content-Length: must not stand beside Transfer-Encoding, is %" PRIu64,
+                      h->content_length);
     }
-    if (h->content_length > p->max_body) return refuse(p, 413, "body larger than its limit");
+    if (h->content_length > p->max_body)
+        return refuse(p, 413,
+                      "body: must have at most %" PRIu64 " bytes, Content-Length is %" PRIu64,
+                      p->max_body, h->content_length);
     h->keep_alive = !p->has_close && (h->minor == 1 || p->has_keep);
     h->expect_continue = p->has_expect && h->minor == 1;
     p->state = h->chunked ? CHUNK_SIZE : h->content_length ? LENGTH : COMPLETE;
@@ -308,14 +373,16 @@ static enum rtr_http_event next_in_head(struct rtr_http_parser *p, const char *b
 {
     for (;;) {
         size_t end, next;
-        int rc = take_line(p, bytes, n, p->max_head, p->state == START ? 414 : 431, &end, &next);
+        int rc = take_line(p, bytes, n, p->max_head, p->state == START ? 414 : 431,
+                           p->state == START ? "request line" : "head", &end, &next);
         if (rc < 0) return RTR_HTTP_BAD;
         if (rc == 0) return RTR_HTTP_MORE;
         size_t at = p->line_at;
         p->line_at = (uint32_t)next;
         if (p->state == START) {
             if (at == end) { /* RFC 9112 2.2: one empty line before a request is overlooked */
-                if (p->empty_lines++) return refuse(p, 400, "empty lines before the request");
+                if (p->empty_lines++)
+                    return refuse(p, 400, "request: at most one empty line before it, has 2");
                 continue;
             }
             if (!parse_request_line(p, bytes, at, end)) return RTR_HTTP_BAD;
@@ -341,7 +408,7 @@ static int hex(unsigned char c)
 static int parse_chunk_size(struct rtr_http_parser *p, const char *bytes, size_t n, size_t *next)
 {
     size_t end;
-    int rc = take_line(p, bytes, n, MAX_CHUNK_LINE, 400, &end, next);
+    int rc = take_line(p, bytes, n, MAX_CHUNK_LINE, 400, "chunk size", &end, next);
     if (rc <= 0) return rc;
     uint64_t size = 0;
     size_t i = 0;
@@ -355,16 +422,25 @@ static int parse_chunk_size(struct rtr_http_parser *p, const char *bytes, size_t
         good = c >= 0x20 ? c != 0x7f : c == '\t';
     }
     if (!good) {
-        refuse(p, 400, "malformed chunk size");
+        refuse(p, 400, "chunk size: must be 1 to %d hexadecimal digits, is %s", CHUNK_DIGITS,
+               show(bytes, end).text);
         return -1;
     }
     if (size > p->max_body - p->body_seen) {
-        refuse(p, 413, "body larger than its limit");
+        refuse(p, 413,
+               "body: must have at most %" PRIu64 " bytes, a chunk of %" PRIu64 " follows %" PRIu64,
+               p->max_body, size, p->body_seen);
         return -1;
     }
     p->body_seen += size;
     p->left = size;
     return 1;
+}
+
+static enum rtr_http_event refuse_chunk_end(struct rtr_http_parser *p, char c)
+{
+    return refuse(p, 400, "chunk: must end with CR LF where its size says, has %s",
+                  show(&c, 1).text);
 }
 
 enum rtr_http_event rtr_http_next(struct rtr_http_parser *p, const char *bytes, size_t n,
@@ -405,14 +481,15 @@ enum rtr_http_event rtr_http_next(struct rtr_http_parser *p, const char *bytes, 
         }
         case CHUNK_END:
             *used = at;
-            if (have >= 1 && from[0] != '\r') return refuse(p, 400, "chunk longer than its size");
-            if (have >= 2 && from[1] != '\n') return refuse(p, 400, "chunk longer than its size");
+            if (have >= 1 && from[0] != '\r') return refuse_chunk_end(p, from[0]);
+            if (have >= 2 && from[1] != '\n') return refuse_chunk_end(p, from[1]);
             if (have < 2) return RTR_HTTP_MORE;
             at += 2;
             p->state = CHUNK_SIZE;
             break;
         case TRAILERS: {
-            int rc = take_line(p, from, have, RTR_HTTP_MAX_TRAILERS - p->skipped, 431, &end, &next);
+            int rc = take_line(p, from, have, RTR_HTTP_MAX_TRAILERS - p->skipped, 431,
+                               "the rest of the trailers", &end, &next);
             *used = at;
             if (rc < 0) return RTR_HTTP_BAD;
             if (rc == 0) return RTR_HTTP_MORE;

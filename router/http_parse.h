@@ -24,6 +24,8 @@ struct rtr_span {
 #define RTR_HTTP_MAX_TRAILERS 8192 /* bytes of all trailer lines */
 #define RTR_HTTP_MAX_EXT      256  /* bytes of one chunk's extensions */
 
+#define RTR_HTTP_MAX_REASON 256
+
 enum rtr_http_event {
     RTR_HTTP_MORE, /* nothing to do until more bytes are there */
     RTR_HTTP_HEAD, /* the head is complete: the *used bytes; see struct rtr_http_head */
@@ -47,11 +49,11 @@ struct rtr_http_head {
 };
 
 struct rtr_http_parser {
-    struct rtr_http_head head; /* valid from HEAD until the next request's first line */
-    uint64_t max_body;         /* bytes */
-    uint32_t max_head;         /* bytes, request line to empty line */
-    int status;                /* after BAD: 400, 413, 414, 417, 431, 501, 505 */
-    const char *reason;        /* after BAD: a literal */
+    struct rtr_http_head head;        /* valid from HEAD until the next request's first line */
+    uint64_t max_body;                /* bytes */
+    uint32_t max_head;                /* bytes, request line to empty line */
+    int status;                       /* after BAD: 400, 413, 414, 417, 431, 501, 505 */
+    char reason[RTR_HTTP_MAX_REASON]; /* after BAD: field, value and limit; printable ASCII */
     /* private */
     uint8_t state, empty_lines;
     bool has_host, has_te, has_close, has_keep, has_expect;

@@ -5,12 +5,15 @@
 #include "common/base/log.h"
 #include "common/base/metrics.h"
 #include "common/base/opt.h"
+#include "common/net/ctl.h"
+#include "common/net/files.h"
 #include "common/net/loop.h"
 #include "common/net/sdnotify.h"
 #include "common/text/config.h"
 #include "common/text/tokenizer.h"
 #include "router/api.h"
 #include "router/cluster.h"
+#include "router/http_conn.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -50,7 +53,7 @@ struct router {
     bool failed_rest, api_closed, was_ready;
 };
 
-static const char *const url_schemes[] = {"tcp", "ipc", NULL};
+static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
 
 static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_do *what,
                          struct tow_err *err)
@@ -295,7 +298,14 @@ static int start(struct router *r, struct tow_err *err)
                                      .warm_up = warm_up,
                                      .n_warm_up = N_WARM_UP,
                                      .incarnation = tow_random_u64()};
-    int rc = net_loop_open(&r->loop, err);
+    char why[200];
+    snprintf(why, sizeof why,
+             "%d for itself, %lld clients (--max-connections), %d that are turned away, %d on the "
+             "control port",
+             NET_FILES_OWN, (long long)s->max_connections, RTR_HTTP_TURN_AWAY, NET_CTL_MAX);
+    int rc = net_files_check(
+        NET_FILES_OWN + (uint64_t)s->max_connections + RTR_HTTP_TURN_AWAY + NET_CTL_MAX, why, err);
+    if (rc == 0) rc = net_loop_open(&r->loop, err);
     if (rc == 0) rc = tow_metrics_new(&r->metrics, err);
     if (rc == 0)
         rc = rtr_cluster_open(&r->cluster, r->loop, s->control.items[0], &route, r->metrics, err);

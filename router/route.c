@@ -1401,16 +1401,29 @@ static int refuse(struct rtr_route *r, struct rtr_refusal *f, int code, uint32_t
     return tow_fail(&f->err, code, "%s", text);
 }
 
+/* May n requests more wait, with that many prompt tokens? */
+static int check_queue(struct rtr_route *r, struct rtr_refusal *f, uint32_t n, uint64_t tokens)
+{
+    char text[160];
+    if (r->waiting + n > r->cfg.max_queued) {
+        snprintf(text, sizeof text, "%u requests wait already, at most %u may (--max-queued)",
+                 r->waiting, r->cfg.max_queued);
+        return refuse(r, f, TOW_EFULL, n, "queue_full", true, text);
+    }
+    if (r->waiting_tokens + tokens > r->cfg.max_queued_tokens) {
+        snprintf(text, sizeof text,
+                 "%llu prompt tokens wait already, at most %u may (--max-queued-tokens)",
+                 (unsigned long long)r->waiting_tokens, r->cfg.max_queued_tokens);
+        return refuse(r, f, TOW_EFULL, n, "queue_tokens_full", true, text);
+    }
+    return 0;
+}
+
 int rtr_route_room(struct rtr_route *r, uint64_t now_ms, struct rtr_refusal *f)
 {
     (void)now_ms;
     if (r->draining) return refuse(r, f, TOW_EDRAIN, 1, "draining", true, "the router is draining");
-    if (r->waiting >= r->cfg.max_queued)
-        return refuse(r, f, TOW_EFULL, 1, "queue_full", true, "too many requests wait already");
-    if (r->waiting_tokens >= r->cfg.max_queued_tokens)
-        return refuse(r, f, TOW_EFULL, 1, "queue_tokens_full", true,
-                      "too many prompt tokens wait already");
-    return 0;
+    return check_queue(r, f, 1, 1);
 }
 
 static int copy_sampling(struct rtr_job *job, const struct rtr_sampling *s)
@@ -1477,11 +1490,8 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
         return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
     }
     if (r->draining) return refuse(r, f, TOW_EDRAIN, n, "draining", true, "the router is draining");
-    if (r->waiting + n > r->cfg.max_queued)
-        return refuse(r, f, TOW_EFULL, n, "queue_full", true, "too many requests wait already");
-    if (r->waiting_tokens + tokens > r->cfg.max_queued_tokens)
-        return refuse(r, f, TOW_EFULL, n, "queue_tokens_full", true,
-                      "too many prompt tokens wait already");
+    int full = check_queue(r, f, n, tokens);
+    if (full < 0) return full;
     struct rtr_job *job = job_new(n);
     if (!job || copy_sampling(job, &req->sampling) < 0) {
         free(job);

@@ -17,7 +17,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_CONFIG_BYTES = 1 << 20, MAX_NAME = 64, WHAT_BYTES = 400 };
+enum {
+    MAX_CONFIG_BYTES = 1 << 20,
+    MAX_NAME = 64,
+    WHAT_BYTES = 400,
+    MAX_SOCKET_PATH = 107 /* what sockaddr_un holds, without its NUL */
+};
 
 struct value {
     char *text; /* owned */
@@ -153,6 +158,16 @@ static void put_number(struct tow_buf *b, const struct tow_opt *opt, int64_t v)
     if (u >= 0) tow_buf_putc(b, units[u]);
 }
 
+static bool is_tcp(const char *scheme)
+{
+    return strcmp(scheme, "tcp://") == 0;
+}
+
+static bool is_ipc(const char *scheme)
+{
+    return strcmp(scheme, "ipc://") == 0;
+}
+
 /* What a value may be: "1 to 4096", "one of fp8, bf16"; nothing for free text. */
 static void put_range(struct tow_buf *b, const struct tow_opt *opt)
 {
@@ -176,7 +191,10 @@ static void put_range(struct tow_buf *b, const struct tow_opt *opt)
     case TOW_OPT_ADDR: tow_buf_puts(b, "ADDR:PORT"); break;
     case TOW_OPT_URLS:
         for (size_t i = 0; opt->choices[i]; i++)
-            tow_buf_printf(b, "%s%s...", i ? " or " : "", opt->choices[i]);
+            tow_buf_printf(b, "%s%s%s", i ? " or " : "", opt->choices[i],
+                           is_tcp(opt->choices[i])   ? "ADDR:PORT"
+                           : is_ipc(opt->choices[i]) ? "/PATH"
+                                                     : "...");
         break;
     case TOW_OPT_STRING: break;
     }
@@ -205,7 +223,7 @@ int tow_bytes_parse(const char *text, const char *what, uint64_t *out, struct to
     uint64_t v = 0;
     const char *p = text;
     int shift = 0;
-    bool ok = *p >= '0' && *p <= '9';
+    bool ok = *p >= '0' && *p <= '9' && !(*p == '0' && p[1] >= '0' && p[1] <= '9');
     for (; ok && *p >= '0' && *p <= '9'; p++) {
         ok = v <= (INT64_MAX - 9) / 10;
         v = v * 10 + (uint64_t)(*p - '0');
@@ -244,7 +262,7 @@ int tow_addr_parse(const char *text, const char *what, struct tow_addr *out, str
     unsigned long port = 0;
     if (ok) {
         const char *p = colon + 1;
-        ok = *p != 0;
+        ok = *p != 0 && !(*p == '0' && p[1]);
         for (; ok && *p; p++) {
             ok = *p >= '0' && *p <= '9' && port <= 6553;
             port = port * 10 + (unsigned long)(*p - '0');
@@ -272,9 +290,11 @@ static int check_url(const struct tow_opt *opt, const char *what, const char *ur
         if (strchr(url, '@'))
             return tow_fail(err, TOW_ECONFIG, "%s: a URL holds no user or password; use a file",
                             what);
-        if (strcmp(opt->choices[i], "tcp://") != 0) return 0;
         struct tow_addr addr;
-        return tow_addr_parse(url + n, what, &addr, err);
+        bool good = true;
+        if (is_tcp(opt->choices[i])) good = tow_addr_parse(url + n, what, &addr, NULL) == 0;
+        if (is_ipc(opt->choices[i])) good = url[n] == '/' && strlen(url + n) <= MAX_SOCKET_PATH;
+        if (good) return 0;
     }
     return refuse(opt, what, url, err);
 }
@@ -318,6 +338,29 @@ static int parse_bool(const char *text)
     return -1;
 }
 
+/* A decimal number as JSON writes one: -12, 0.5, 1e-3. No sign +, no blank, no 0 in front, no hexadecimal:
+ * a number has one spelling, and 010 is neither 8 nor 10. */
+static bool plain_number(const char *s, bool fraction)
+{
+    s += *s == '-';
+    size_t n = strspn(s, "0123456789");
+    if (n < 1 || (n > 1 && *s == '0')) return false;
+    s += n;
+    if (fraction && *s == '.') {
+        n = strspn(++s, "0123456789");
+        if (n < 1) return false;
+        s += n;
+    }
+    if (fraction && (*s == 'e' || *s == 'E')) {
+        s++;
+        s += *s == '-' || *s == '+';
+        n = strspn(s, "0123456789");
+        if (n < 1) return false;
+        s += n;
+    }
+    return *s == 0;
+}
+
 /* Converts text into *opt->out. */
 static int convert(struct tow_opts *o, const struct tow_opt *opt, const char *what,
                    const char *text, struct tow_err *err)
@@ -331,8 +374,7 @@ static int convert(struct tow_opts *o, const struct tow_opt *opt, const char *wh
     case TOW_OPT_INT: {
         errno = 0;
         int64_t v = strtoll(text, &end, 10);
-        if (end == text || *end || errno || (unsigned char)*text <= ' ' || v < opt->min ||
-            v > opt->max)
+        if (!plain_number(text, false) || *end || errno || v < opt->min || v > opt->max)
             return refuse(opt, what, text, err);
         *(int64_t *)opt->out = v;
         return 0;
@@ -348,8 +390,7 @@ static int convert(struct tow_opts *o, const struct tow_opt *opt, const char *wh
     case TOW_OPT_FLOAT: {
         errno = 0;
         double v = strtod(text, &end);
-        if (end == text || *end || (unsigned char)*text <= ' ' || !isfinite(v) || v < opt->fmin ||
-            v > opt->fmax)
+        if (!plain_number(text, true) || *end || !isfinite(v) || v < opt->fmin || v > opt->fmax)
             return refuse(opt, what, text, err);
         *(double *)opt->out = v;
         return 0;

@@ -542,7 +542,7 @@ static int owner_init(struct owner *o, struct net_loop *loop, const char *url,
     if (cfg) o->cfg = *cfg;
     if (!o->cfg.send_bytes) o->cfg.send_bytes = 16u << 20;
     if (!o->cfg.frame_ms) o->cfg.frame_ms = 30000;
-    if (!o->cfg.max_connections) o->cfg.max_connections = 1024;
+    if (!o->cfg.max_connections) o->cfg.max_connections = NET_CTL_MAX;
     if (!o->cfg.retry_min_ms) o->cfg.retry_min_ms = 100;
     if (!o->cfg.retry_max_ms) o->cfg.retry_max_ms = 5000;
     if (!o->cfg.dial_ms) o->cfg.dial_ms = 5000;

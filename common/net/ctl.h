@@ -33,10 +33,12 @@ struct net_ctl_hooks {
     void (*on_retry)(void *arg, const char *url, const char *why, uint64_t retry_ms);
 };
 
+enum { NET_CTL_MAX = 1024 };
+
 struct net_ctl_config {       /* 0 means the default */
     size_t send_bytes;        /* unsent bytes allowed per connection (default 16 MiB) */
     uint32_t frame_ms;        /* longest time for one frame to come in whole (default 30000) */
-    uint32_t max_connections; /* of a server; more are closed at once (default 1024) */
+    uint32_t max_connections; /* of a server; more are closed at once (default NET_CTL_MAX) */
     uint32_t retry_min_ms;    /* first pause of a dialer (default 100), doubled up to ... */
     uint32_t retry_max_ms;    /* ... this (default 5000); each is cut by up to half at random */
     uint32_t dial_ms;         /* longest one attempt may take (default 5000) */

@@ -113,6 +113,7 @@ static int no_memory(struct enc *e)
 static int read_text(struct enc *e, const struct json *v, size_t i, const char *field,
                      bool any_parts, struct text *out)
 {
+    char is[JSON_SHOW_BYTES];
     *out = (struct text){.s = ""};
     if (json_type(v) == JSON_NULL) return 0;
     const char *s = json_string(v, &out->len);
@@ -123,7 +124,7 @@ static int read_text(struct enc *e, const struct json *v, size_t i, const char *
     if (json_type(v) != JSON_ARRAY)
         return tow_fail(e->err, TOW_EINVAL,
                         "%s[%zu].%s: must be a string or a list of content parts, is %s", e->list,
-                        i, field, json_type_name(v));
+                        i, field, json_show(v, is));
     size_t k = 0;
     JSON_EACH(part, v)
     {
@@ -131,11 +132,11 @@ static int read_text(struct enc *e, const struct json *v, size_t i, const char *
         int rc = json_get_string(part, "type", NULL, &type, NULL, e->err);
         if (rc == 0) rc = json_get_string(part, "text", "", &text, NULL, e->err);
         if (rc == 0 && json_type(part) != JSON_OBJECT)
-            rc = tow_fail(e->err, TOW_EINVAL, "must be an object, is %s", json_type_name(part));
+            rc = tow_fail(e->err, TOW_EINVAL, "must be an object, is %s", json_show(part, is));
         if (rc == 0 && !type) rc = tow_fail(e->err, TOW_EINVAL, "type: is required but missing");
         if (rc == 0 && strcmp(type, "text") != 0 && !(e->o->as_release && any_parts))
-            rc = tow_fail(e->err, TOW_EINVAL, "type: \"%.60s\" is not supported, only \"text\"",
-                          type);
+            rc = tow_fail(e->err, TOW_EINVAL, "type: must be \"text\", is %s",
+                          json_show_text(type, strlen(type), is));
         if (rc < 0) {
             at_place(e->err, "%s[%zu].%s[%zu]", e->list, i, field, k);
             return rc;
@@ -186,6 +187,7 @@ static int check_calls(struct enc *e, const struct json *calls)
 
 static int check_tools(const struct json *tools, struct tow_err *err)
 {
+    char is[JSON_SHOW_BYTES];
     size_t k = 0;
     JSON_EACH(tool, tools)
     {
@@ -193,13 +195,17 @@ static int check_tools(const struct json *tools, struct tow_err *err)
         const char *s = NULL, *type = NULL;
         int rc = json_get_string(tool, "type", "function", &type, NULL, err);
         if (rc == 0 && strcmp(type, "function") != 0)
-            rc = tow_fail(err, TOW_EINVAL, "type: must be \"function\", is \"%.60s\"", type);
+            rc = tow_fail(err, TOW_EINVAL, "type: must be \"function\", is %s",
+                          json_show_text(type, strlen(type), is));
         if (rc == 0) rc = json_get_object(tool, "function", &f, err);
         if (rc == 0 && !f) rc = tow_fail(err, TOW_EINVAL, "function: is required but missing");
         if (rc == 0 && (rc = json_get_string(f, "name", "", &s, NULL, err)) == 0 && !*s)
-            rc = tow_fail(err, TOW_EINVAL, "name: must be a string that is not empty");
+            rc = tow_fail(err, TOW_EINVAL, "name: must be a string that is not empty, is %s",
+                          json_show(json_find(f, "name"), is));
         if (rc == 0 && strpbrk(s, "\"<>\n\r"))
-            rc = tow_fail(err, TOW_EINVAL, "name: must hold no quote, angle bracket or line break");
+            rc = tow_fail(err, TOW_EINVAL,
+                          "name: must hold no quote, angle bracket or line break, is %s",
+                          json_show_text(s, strlen(s), is));
         if (rc < 0) {
             at_place(err, "tools[%zu]", k);
             return rc;
@@ -211,6 +217,7 @@ static int check_tools(const struct json *tools, struct tow_err *err)
 
 static int read_task(struct enc *e, const struct json *src, int *out)
 {
+    char is[JSON_SHOW_BYTES];
     const char *name;
     int rc = json_get_string(src, "task", NULL, &name, NULL, e->err);
     *out = -1;
@@ -220,16 +227,17 @@ static int read_task(struct enc *e, const struct json *src, int *out)
             *out = (int)i;
             return 0;
         }
-    return tow_fail(
-        e->err, TOW_EINVAL,
-        "task: must be action, query, authority, domain, title or read_url, is \"%.60s\"", name);
+    return tow_fail(e->err, TOW_EINVAL,
+                    "task: must be action, query, authority, domain, title or read_url, is %s",
+                    json_show_text(name, strlen(name), is));
 }
 
 static int read_role(struct enc *e, const struct json *src, enum role *out)
 {
+    char is[JSON_SHOW_BYTES];
     const char *name;
     if (json_type(src) != JSON_OBJECT)
-        return tow_fail(e->err, TOW_EINVAL, "must be an object, is %s", json_type_name(src));
+        return tow_fail(e->err, TOW_EINVAL, "must be an object, is %s", json_show(src, is));
     int rc = json_get_string(src, "role", NULL, &name, NULL, e->err);
     if (rc < 0) return rc;
     if (!name) return tow_fail(e->err, TOW_EINVAL, "role: is required but missing");
@@ -240,8 +248,8 @@ static int read_role(struct enc *e, const struct json *src, enum role *out)
         }
     return tow_fail(e->err, TOW_EINVAL,
                     "role: must be system, user, assistant, tool, developer or latest_reminder, is "
-                    "\"%.60s\"",
-                    name);
+                    "%s",
+                    json_show_text(name, strlen(name), is));
 }
 
 static int read_fields(struct enc *e, const struct json *src, struct msg *m)
@@ -586,6 +594,7 @@ static int write_call(struct enc *e, const struct json *call)
     const char *name = json_string(json_find(f, "name"), &name_len);
     const char *text = json_string(json_find(f, "arguments"), &len);
     struct json *args = NULL;
+    char is[JSON_SHOW_BYTES];
     control(e, "<" TEXT_DSML "invoke name=\"");
     plain(e, name, name_len);
     control(e, "\">\n");
@@ -595,7 +604,7 @@ static int write_call(struct enc *e, const struct json *call)
         write_parameter(e, "arguments", text, len, NULL);
     } else if (json_type(args) != JSON_OBJECT) {
         rc = tow_fail(e->err, TOW_EINVAL, "must be a JSON object in a string, is %s",
-                      json_type_name(args));
+                      json_show(args, is));
         json_free(args);
         return rc;
     } else {
@@ -708,9 +717,11 @@ static bool is_format_text(const struct json *format)
 static int check_tool_choice(struct enc *e)
 {
     const struct text_chat_options *o = e->o;
+    char is[JSON_SHOW_BYTES];
     if (o->tool_choice != TEXT_TOOL_REQUIRED && o->tool_choice != TEXT_TOOL_NAMED) return 0;
     if (!has_elements(o->tools))
-        return tow_fail(e->err, TOW_EINVAL, "tool_choice: asks for a call, but there are no tools");
+        return tow_fail(e->err, TOW_EINVAL,
+                        "tool_choice: asks for a call, but tools is missing or empty");
     if (o->tool_choice == TEXT_TOOL_REQUIRED) return 0;
     JSON_EACH(tool, o->tools)
     {
@@ -718,8 +729,8 @@ static int check_tool_choice(struct enc *e)
         if (name && strcmp(name, o->tool_name) == 0) return 0;
     }
     return tow_fail(e->err, TOW_EINVAL,
-                    "tool_choice.function.name: must be one of the tools, is \"%.100s\"",
-                    o->tool_name);
+                    "tool_choice.function.name: must be one of the tools, is %s",
+                    json_show_text(o->tool_name, strlen(o->tool_name), is));
 }
 
 /* Puts tools and response_format of the request onto the first message; see chat.h. */
@@ -852,6 +863,7 @@ void text_chat_prompt_fini(struct text_chat_prompt *p)
 int text_chat_set_effort(struct text_chat_options *o, const char *name, struct tow_err *err)
 {
     static const char *const weaker[] = {"none", "minimal", "low", "medium"};
+    char is[JSON_SHOW_BYTES];
     o->effort = TEXT_EFFORT_NONE;
     if (!name) return 0;
     for (size_t i = 0; !o->as_release && i < sizeof weaker / sizeof *weaker; i++)
@@ -861,9 +873,9 @@ int text_chat_set_effort(struct text_chat_options *o, const char *name, struct t
     else if (strcmp(name, "max") == 0)
         o->effort = TEXT_EFFORT_MAX;
     else
-        return tow_fail(err, TOW_EINVAL,
-                        "reasoning_effort: must be %s\"high\" or \"max\", is \"%.60s\"",
-                        o->as_release ? "" : "\"none\", \"minimal\", \"low\", \"medium\", ", name);
+        return tow_fail(err, TOW_EINVAL, "reasoning_effort: must be %s\"high\" or \"max\", is %s",
+                        o->as_release ? "" : "\"none\", \"minimal\", \"low\", \"medium\", ",
+                        json_show_text(name, strlen(name), is));
     return 0;
 }
 
@@ -876,6 +888,7 @@ int text_chat_set_tool_choice(struct text_chat_options *o, const struct json *va
     } words[] = {
         {"auto", TEXT_TOOL_AUTO}, {"none", TEXT_TOOL_NONE}, {"required", TEXT_TOOL_REQUIRED}};
     const char *word = json_string(value, NULL), *type = NULL, *name = NULL;
+    char is[JSON_SHOW_BYTES], inner[JSON_SHOW_BYTES];
     o->tool_name = NULL;
     o->tool_choice = TEXT_TOOL_AUTO;
     if (json_type(value) == JSON_NULL) return 0;
@@ -886,11 +899,17 @@ int text_chat_set_tool_choice(struct text_chat_options *o, const struct json *va
         }
     type = json_string(json_find(value, "type"), NULL);
     name = json_string(json_find(json_find(value, "function"), "name"), NULL);
-    if (!type || strcmp(type, "function") != 0 || !name || !*name)
+    if (!type || strcmp(type, "function") != 0 || !name || !*name) {
+        const bool object = json_type(value) == JSON_OBJECT;
+        const struct json *inside = json_find(json_find(value, "function"), "name");
+        json_show(object ? json_find(value, "type") : value, is);
         return tow_fail(err, TOW_EINVAL,
                         "tool_choice: must be \"none\", \"auto\", \"required\" or {\"type\": "
-                        "\"function\", \"function\": {\"name\": ...}}%s%.60s%s",
-                        word ? ", is \"" : "", word ? word : "", word ? "\"" : "");
+                        "\"function\", \"function\": {\"name\": ...}}, is %s%s%s%s",
+                        object ? "an object with type " : "", is,
+                        object ? " and function.name " : "",
+                        object ? json_show(inside, inner) : "");
+    }
     o->tool_choice = TEXT_TOOL_NAMED;
     o->tool_name = name;
     return 0;

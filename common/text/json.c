@@ -29,6 +29,8 @@
 
 #define MAX_DEPTH    512
 #define PLAIN_DIGITS 15 /* an integer this short is exact in a double */
+#define SHOWN_TEXT   40 /* bytes of a string, characters of a number that a message quotes */
+#define SHOWN_NUMBER 60
 #define MARK         "0.5"
 #define MARK_VALUE   0.5
 
@@ -607,6 +609,18 @@ void json_free(struct json *root)
     cJSON_Delete((cJSON *)(void *)root);
 }
 
+void json_keep(struct json *obj, const char *const *keep)
+{
+    cJSON *root = (cJSON *)(void *)obj, *next;
+    if (json_type(obj) != JSON_OBJECT) return;
+    for (cJSON *n = root->child; n; n = next) {
+        size_t i = 0;
+        next = n->next;
+        while (keep[i] && strcmp(keep[i], n->string) != 0) i++;
+        if (!keep[i]) cJSON_Delete(cJSON_DetachItemViaPointer(root, n));
+    }
+}
+
 /* ---- looking at a value ---- */
 
 enum json_type json_type(const struct json *v)
@@ -714,36 +728,42 @@ const struct json *json_find(const struct json *obj, const char *key)
 
 /* ---- typed members ---- */
 
-/* The value as it stands in the text, cut to fit in a message. */
-static void show(const struct json *v, char *out, size_t cap)
+const char *json_show_text(const char *s, size_t len, char *out)
 {
     struct tow_buf b;
-    switch (json_type(v)) {
-    case JSON_ARRAY:
-    case JSON_OBJECT: snprintf(out, cap, "%s", json_type_name(v)); return;
-    default: break;
-    }
-    size_t len = 0;
+    size_t keep = len > SHOWN_TEXT ? SHOWN_TEXT : len;
+    while (keep < len && keep > 0 && ((unsigned char)s[keep] & 0xc0) == 0x80) keep--;
     tow_buf_init(&b, 0);
-    const char *s = json_string(v, &len);
-    if (s) {
-        size_t keep = len > 40 ? 40 : len;
-        while (keep < len && keep > 0 && ((unsigned char)s[keep] & 0xc0) == 0x80) keep--;
-        json_put_string(&b, s, keep);
-        if (keep < len) tow_buf_puts(&b, "...");
-    } else {
-        json_dump(&b, v);
-    }
-    snprintf(out, cap, "%.*s%s", b.len > 200 ? 60 : (int)b.len, b.data ? b.data : "",
-             b.len > 200 ? "..." : "");
+    json_put_string(&b, s, keep); /* at most six bytes for each of them */
+    snprintf(out, JSON_SHOW_BYTES, "%.*s%s", (int)b.len, b.data ? b.data : "",
+             keep < len ? "..." : "");
     tow_buf_fini(&b);
+    return out;
+}
+
+const char *json_show(const struct json *v, char *out)
+{
+    const enum json_type type = json_type(v);
+    if (!v || type == JSON_ARRAY || type == JSON_OBJECT) {
+        snprintf(out, JSON_SHOW_BYTES, "%s", v ? json_type_name(v) : "missing");
+        return out;
+    }
+    size_t len;
+    const char *s = json_string(v, &len);
+    if (s) return json_show_text(s, len, out);
+    struct tow_buf b;
+    tow_buf_init(&b, 0);
+    json_dump(&b, v);
+    snprintf(out, JSON_SHOW_BYTES, "%.*s%s", b.len > SHOWN_NUMBER ? SHOWN_NUMBER : (int)b.len,
+             b.data ? b.data : "", b.len > SHOWN_NUMBER ? "..." : "");
+    tow_buf_fini(&b);
+    return out;
 }
 
 static int wrong(const char *key, const char *wanted, const struct json *v, struct tow_err *err)
 {
-    char is[256];
-    show(v, is, sizeof is);
-    return tow_fail(err, TOW_EINVAL, "%s: must be %s, is %s", key, wanted, is);
+    char is[JSON_SHOW_BYTES];
+    return tow_fail(err, TOW_EINVAL, "%s: must be %s, is %s", key, wanted, json_show(v, is));
 }
 
 static bool absent(const struct json *v)

@@ -43,6 +43,8 @@ struct json_limits {
 int json_parse(struct json **out, const char *text, size_t len, const struct json_limits *limits,
                struct tow_err *err);
 void json_free(struct json *root); /* NULL is fine */
+/* Frees every member of an object but those named; keep ends with NULL. */
+void json_keep(struct json *obj, const char *const *keep);
 
 /* ---- looking at a value; a NULL value reads as null ---- */
 enum json_type json_type(const struct json *v);
@@ -65,6 +67,13 @@ const char *json_key(const struct json *v); /* of an object's member, else NULL 
 size_t json_size(const struct json *v);                       /* counts; linear */
 const struct json *json_item(const struct json *v, size_t i); /* element i or NULL; linear */
 const struct json *json_find(const struct json *obj, const char *key); /* or NULL; linear */
+
+/* ---- for messages: the value as it was sent, short ----
+ * Strings in quotes with escapes, cut behind 40 bytes; an array or object by its type; NULL is
+ * "missing". Both fill out[JSON_SHOW_BYTES] and return it. */
+#define JSON_SHOW_BYTES 256
+const char *json_show(const struct json *v, char *out);
+const char *json_show_text(const char *bytes, size_t len, char *out);
 
 /* ---- typed members ----
  * Absent or null gives the default and 0. Another type, or a number outside lo..hi, gives

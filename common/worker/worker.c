@@ -11,6 +11,7 @@
 #include "common/base/log.h"
 #include "common/base/metrics.h"
 #include "common/net/ctl.h"
+#include "common/net/files.h"
 #include "common/net/loop.h"
 #include "common/net/peer.h"
 #include "common/net/sdnotify.h"
@@ -22,12 +23,20 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 extern char **environ;
 
 enum { N_COMMON = 22, MAX_OPTIONS = 40 };
-enum { MAX_ROUTERS = 16, MAX_FACTS = 24, MAX_DROPS = 64, LEAVE_MS = 500, PROBE_MS = 2000 };
+enum {
+    MAX_PEERS = 64,
+    MAX_ROUTERS = 16,
+    MAX_FACTS = 24,
+    MAX_DROPS = 64,
+    LEAVE_MS = 500,
+    PROBE_MS = 2000
+};
 
 /* One router this worker joins. */
 struct router {
@@ -79,11 +88,7 @@ struct work_own {
 
 /* ------------------------------------------------------------------ settings */
 
-static const char *const numerics_names[] = {"exact", "deployed", NULL};
-static const char *const kv_names[] = {"fp8", "bf16", "f32", NULL};
-static const char *const ik_names[] = {"fp4", "fp8", "bf16", "f32", NULL};
-static const char *const aq_names[] = {"w4a8", "w4a16", "w4a4", NULL};
-static const char *const url_schemes[] = {"tcp", "ipc", NULL};
+static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
 
 static size_t common_options(struct work_settings *s, struct tow_opt *to)
 {
@@ -114,38 +119,7 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .out = &s->status,
          .def = "127.0.0.1:0",
          .help = "own /health, /ready and /metrics; port 0: any free one"},
-        {.name = "device",
-         .type = TOW_OPT_STRING,
-         .out = &s->device,
-         .def = "cpu",
-         .help = "compute back end"},
-        {.name = "threads",
-         .type = TOW_OPT_INT,
-         .out = &s->threads,
-         .min = 1,
-         .max = 256,
-         .otherwise = "all cores",
-         .help = "CPU team"},
-        {.name = "kv-dtype",
-         .type = TOW_OPT_ENUM,
-         .out = &s->kv_dtype,
-         .def = "fp8",
-         .choices = kv_names,
-         .help = "stored type of keys and entries; f32 with --numerics exact"},
-        {.name = "index-keys",
-         .type = TOW_OPT_ENUM,
-         .out = &s->index_keys,
-         .def = "fp4",
-         .choices = ik_names,
-         .help = "stored type of index keys; f32 with --numerics exact"},
-        {.name = "index-topk",
-         .type = TOW_OPT_INT,
-         .out = &s->index_topk,
-         .min = 1,
-         .max = MODEL_MAX_TOPK,
-         .otherwise = "the checkpoint's",
-         .unit = "entries",
-         .help = "compressed entries a token keeps"},
+        MODEL_OPTS(&s->engine),
         {.name = "context-length",
          .type = TOW_OPT_INT,
          .out = &s->context_length,
@@ -176,18 +150,6 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .min = 0,
          .max = 0,
          .help = "host memory behind device pages; the CPU back end has no second tier, so 0"},
-        {.name = "expert-activations",
-         .type = TOW_OPT_ENUM,
-         .out = &s->expert_activations,
-         .def = "w4a8",
-         .choices = aq_names,
-         .help = "how NVFP4 experts take their activations"},
-        {.name = "numerics",
-         .type = TOW_OPT_ENUM,
-         .out = &s->numerics,
-         .def = "deployed",
-         .choices = numerics_names,
-         .help = "exact rounds nothing; deployed rounds where the released model does"},
         {.name = "lease",
          .type = TOW_OPT_INT,
          .out = &s->lease_ms,
@@ -222,36 +184,6 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
     _Static_assert(sizeof table / sizeof *table == N_COMMON, "N_COMMON counts the table");
     memcpy(to, table, sizeof table);
     return N_COMMON;
-}
-
-static void model_options(const struct work *w, struct model_options *o)
-{
-    const struct work_settings *s = &w->set;
-    memset(o, 0, sizeof *o);
-    o->device = s->device;
-    o->n_threads = (int32_t)s->threads;
-    o->exact = s->numerics == 0;
-    o->kv_fmt = o->exact ? KERN_KV_F32 : (enum kern_kv_fmt)s->kv_dtype;
-    o->ik_fmt = o->exact ? KERN_IK_F32 : (enum kern_ik_fmt)s->index_keys;
-    o->expert_aq = s->expert_activations == 0   ? KERN_AQ_A128
-                   : s->expert_activations == 1 ? KERN_AQ_NONE
-                                                : KERN_AQ_NVFP4;
-    o->index_topk = (int32_t)s->index_topk;
-    o->max_rows = w->max_rows;
-}
-
-static int check_exact(const struct work *w, struct tow_err *err)
-{
-    const struct work_settings *s = &w->set;
-    if (s->numerics != 0) return 0;
-    if (tow_opts_source(w->own->opts, "kv-dtype") != TOW_FROM_DEFAULT && s->kv_dtype != KERN_KV_F32)
-        return tow_fail(err, TOW_ECONFIG, "--kv-dtype %s: --numerics exact keeps f32",
-                        kv_names[s->kv_dtype]);
-    if (tow_opts_source(w->own->opts, "index-keys") != TOW_FROM_DEFAULT &&
-        s->index_keys != KERN_IK_F32)
-        return tow_fail(err, TOW_ECONFIG, "--index-keys %s: --numerics exact keeps f32",
-                        ik_names[s->index_keys]);
-    return 0;
 }
 
 static int check_name(struct work *w, struct tow_err *err)
@@ -290,11 +222,36 @@ static uint64_t room_for_pages(const struct work *w)
     return device < host ? device : host;
 }
 
+/* UCX does not say that the address space is full (ulimit -v): it aborts, or goes on without shared
+ * memory. So the pool and what starts after it must fit into what is left. */
+static int check_address_space(int64_t n_pages, double pool_bytes, struct tow_err *err)
+{
+    enum { REST_MB = 512 }; /* UCX, stacks and heaps of threads: measured 200 to 280 MiB */
+    struct rlimit r;
+    FILE *f = fopen("/proc/self/statm", "re");
+    unsigned long long used_pages = 0;
+    if (f) {
+        if (fscanf(f, "%llu", &used_pages) != 1) used_pages = 0;
+        fclose(f);
+    }
+    if (getrlimit(RLIMIT_AS, &r) < 0 || r.rlim_cur == RLIM_INFINITY) return 0;
+    double used = (double)used_pages * (double)sysconf(_SC_PAGESIZE);
+    double needed = used + pool_bytes + ((double)REST_MB * (1 << 20));
+    if (needed <= (double)r.rlim_cur) return 0;
+    return tow_fail(err, TOW_ECONFIG,
+                    "address space: %.0f MiB needed (%.0f in use, %.0f for %lld pages, %d for the "
+                    "transport and threads), the limit is %.0f MiB: raise it (ulimit -v, LimitAS= "
+                    "of systemd) or lower --kv-pages",
+                    needed / (1 << 20), used / (1 << 20), pool_bytes / (1 << 20),
+                    (long long)n_pages, REST_MB, (double)r.rlim_cur / (1 << 20));
+}
+
 /* Pages: as asked, else what the share of memory holds,
  * but no more than four full contexts can use. */
 static int plan_pool(struct work *w, struct tow_err *err)
 {
     const struct work_settings *s = &w->set;
+    int rc;
     const int64_t page = w->layout->page_bytes, pt = w->layout->page_tokens;
     int64_t model_max = model_peek_weights(w->model)->shape.max_positions;
     if (model_max > WIRE_MAX_TOKENS) model_max = WIRE_MAX_TOKENS;
@@ -325,6 +282,7 @@ static int plan_pool(struct work *w, struct tow_err *err)
         return tow_fail(
             err, TOW_ECONFIG, "--kv-pages %lld: with %u tails that is %.0f MiB; %llu MiB are free",
             (long long)n, w->n_tails, need / (1 << 20), (unsigned long long)(memory >> 20));
+    if ((rc = check_address_space(n, need, err)) < 0) return rc;
     if (n * pt < context) {
         if (s->context_length)
             return tow_fail(err, TOW_ECONFIG,
@@ -366,19 +324,19 @@ static void collect_facts(struct work *w)
     fact(w, WIRE_FACT_LAYOUT, "layout.version", "%d", KERN_KV_LAYOUT_VERSION);
     fact(w, WIRE_FACT_LAYOUT, "layout.byte_order", "little");
     fact(w, WIRE_FACT_LAYOUT, "layout.page_tokens", "%d", l->page_tokens);
-    fact(w, WIRE_FACT_LAYOUT, "layout.kv_dtype", "%s", kv_names[o->kv_fmt]);
-    fact(w, WIRE_FACT_LAYOUT, "layout.index_keys", "%s", ik_names[o->ik_fmt]);
+    fact(w, WIRE_FACT_LAYOUT, "layout.kv_dtype", "%s", model_kv_names[o->kv_fmt]);
+    fact(w, WIRE_FACT_LAYOUT, "layout.index_keys", "%s", model_ik_names[o->ik_fmt]);
     fact(w, WIRE_FACT_LAYOUT, "layout.page_bytes", "%lld", (long long)l->page_bytes);
     fact(w, WIRE_FACT_LAYOUT, "layout.tail_bytes", "%lld", (long long)l->tail_bytes);
     fact(w, WIRE_FACT_LAYOUT, "layout.ratios", "%016llx",
          (unsigned long long)tow_hash64(l->spec.ratios,
                                         (size_t)l->spec.n_layers * sizeof l->spec.ratios[0]));
     fact(w, WIRE_FACT_MODEL, "model.fingerprint", "%s", print);
-    fact(w, WIRE_FACT_NUMERICS, "numerics.mode", "%s", numerics_names[o->exact ? 0 : 1]);
+    fact(w, WIRE_FACT_NUMERICS, "numerics.mode", "%s", model_numerics_names[o->exact ? 0 : 1]);
     fact(w, WIRE_FACT_NUMERICS, "numerics.index_topk", "%d", o->index_topk);
     fact(w, WIRE_FACT_NUMERICS, "numerics.expert_activations", "%s",
-         aq_names[w->set.expert_activations]);
-    fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.device);
+         model_expert_activations_names[w->set.engine.expert_activations]);
+    fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.engine.device);
     fact(w, WIRE_FACT_FREE, "free.isa", "%s", kern_dev_isa(model_peek_dev(w->model)));
     fact(w, WIRE_FACT_FREE, "free.threads", "%d", kern_dev_threads(model_peek_dev(w->model)));
 }
@@ -873,7 +831,7 @@ static int open_mover(struct work *w, struct tow_err *err)
                                 .heartbeat_ms = 1000,
                                 .lease_ms = (uint32_t)w->set.lease_ms,
                                 .max_tickets = w->max_tickets + 8,
-                                .max_peers = 64,
+                                .max_peers = MAX_PEERS,
                                 .wake = net_wake_up,
                                 .wake_arg = o->mover_wake};
     c.area_bytes[KV_AREA_PAGES] = (size_t)w->n_pages * c.page_bytes;
@@ -899,18 +857,32 @@ static int join_routers(struct work *w, struct tow_err *err)
             if (!strcmp(r->url, w->set.join.items[k]))
                 return tow_fail(err, TOW_ECONFIG, "--join: %s stands there twice", r->url);
         int rc = net_ctl_dial(&r->dialer, w->loop, r->url, NULL, &hooks, r, err);
-        if (rc < 0) return rc;
+        if (rc < 0) {
+            tow_note(err, "--join");
+            return rc;
+        }
         o->n_routers++;
     }
     return 0;
 }
 
+static int check_files(struct work *w, struct tow_err *err)
+{
+    char why[160];
+    snprintf(why, sizeof why,
+             "%d for itself, %d for each of %d peers, %d for --status, %zu routers", NET_FILES_OWN,
+             NET_FILES_PEER, MAX_PEERS, NET_FILES_STATUS, w->set.join.n);
+    return net_files_check(
+        NET_FILES_OWN + NET_FILES_PEER * MAX_PEERS + NET_FILES_STATUS + w->set.join.n, why, err);
+}
+
 static int start_all(struct work *w, struct tow_err *err)
 {
     struct work_own *o = w->own;
-    struct model_options mo;
-    model_options(w, &mo);
-    int rc = model_weights_guard(err);
+    struct model_options mo = {.max_rows = w->max_rows};
+    model_settings_take(&w->set.engine, &mo);
+    int rc = check_files(w, err);
+    if (rc == 0) rc = model_weights_guard(err);
     if (rc == 0) rc = model_open(&w->model, w->set.model_dir, &mo, err);
     if (rc < 0) return rc;
     w->layout = model_peek_layout(w->model);
@@ -1004,14 +976,16 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     }
     tow_log_init(w->role->program, (enum tow_log_level)w->set.log_level,
                  (enum tow_log_format)w->set.log_format);
-    if ((rc = check_exact(w, err)) < 0 || (rc = check_name(w, err)) < 0) return rc;
+    if ((rc = model_settings_check(&w->set.engine, w->own->opts, err)) < 0 ||
+        (rc = check_name(w, err)) < 0)
+        return rc;
     if (w->set.fault && (rc = tow_fault_arm_text(w->set.fault, err)) < 0)
         return tow_note(err, "--fault"), rc;
     if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",
                                                         256, &o->token, err)) < 0)
         return rc;
     struct kern_dev *dev = NULL; /* a device that cannot be is told before a checkpoint is read */
-    if ((rc = kern_dev_open(&dev, w->set.device, 1, err)) < 0) return rc;
+    if ((rc = kern_dev_open(&dev, w->set.engine.device, 1, err)) < 0) return rc;
     kern_dev_close(dev);
     return w->role->plan(w, err);
 }

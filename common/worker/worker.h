@@ -15,6 +15,7 @@
 #include "common/kv/mover.h"
 #include "common/kv/pool.h"
 #include "common/model/forward.h"
+#include "common/model/settings.h"
 #include "common/worker/engine.h"
 #include "proto/messages.h"
 
@@ -24,13 +25,14 @@ struct work;
 
 /* Settings of both roles, filled from flags, environment and file. */
 struct work_settings {
-    const char *model_dir, *name, *device, *join_token_file, *fault;
+    const char *model_dir, *name, *join_token_file, *fault;
     struct tow_strings join;
     struct tow_addr status;
-    int64_t threads, index_topk, context_length, kv_pages, lease_ms, drain_s, step_limit_s;
+    struct model_settings engine;
+    int64_t context_length, kv_pages, lease_ms, drain_s, step_limit_s;
     uint64_t host_tier;
     double memory_fraction;
-    int kv_dtype, index_keys, expert_activations, numerics, log_level, log_format;
+    int log_level, log_format;
 };
 
 /* One role. All hooks are called on the control thread with the role's object. */

@@ -7,6 +7,7 @@
 #include "common/base/err.h"
 #include "common/base/hash.h"
 #include "common/model/forward.h"
+#include "common/model/settings.h"
 #include "common/model/weights.h"
 #include "common/text/json.h"
 #include "deploy/ctl/flags.h"
@@ -34,13 +35,13 @@ static int find(const char *const *names, const char *text, size_t n)
     return -1;
 }
 
-/* Digits, with K for 1024; -1: not a number. */
+/* Digits without a 0 in front, with K for 1024; -1: not a number. */
 static int64_t number(const char *p, size_t n)
 {
     int64_t v = 0;
     bool kilo = n > 1 && (p[n - 1] == 'K' || p[n - 1] == 'k');
     if (kilo) n--;
-    if (n == 0 || n > 9) return -1;
+    if (n == 0 || n > 9 || (n > 1 && *p == '0')) return -1;
     for (size_t i = 0; i < n; i++) {
         if (p[i] < '0' || p[i] > '9') return -1;
         v = v * 10 + (p[i] - '0');
@@ -610,13 +611,7 @@ int ctl_needle_main(int argc, char **argv)
          .min = 1,
          .max = MAX_CONCURRENCY,
          .help = "requests at a time"},
-        {.name = "threads",
-         .type = TOW_OPT_INT,
-         .out = &s.threads,
-         .min = 1,
-         .max = 256,
-         .otherwise = "all cores",
-         .help = "CPU team of --in-process"},
+        MODEL_OPT_THREADS(&s.threads),
         {.name = "out",
          .type = TOW_OPT_STRING,
          .out = &s.out_path,

@@ -3,6 +3,7 @@
 
 #include "common/base/buf.h"
 #include "common/base/err.h"
+#include "common/model/settings.h"
 #include "common/model/weights.h"
 #include "deploy/ctl/flags.h"
 
@@ -62,18 +63,8 @@ int ctl_numerics_main(int argc, char **argv)
          .out = &n.model_dir,
          .required = true,
          .help = "checkpoint folder"},
-        {.name = "device",
-         .type = TOW_OPT_STRING,
-         .out = &n.device,
-         .def = "cpu",
-         .help = "compute back end to audit"},
-        {.name = "threads",
-         .type = TOW_OPT_INT,
-         .out = &threads,
-         .min = 1,
-         .max = 256,
-         .otherwise = "all cores",
-         .help = "CPU team"},
+        MODEL_OPT_DEVICE(&n.device),
+        MODEL_OPT_THREADS(&threads),
         {.name = "tokens",
          .type = TOW_OPT_INT,
          .out = &tokens,

@@ -134,6 +134,30 @@ def test_file_size_limit_is_an_error_and_no_signal(build):
             p.wait()
 
 
+def test_too_few_descriptors_are_told_at_start(build):
+    """UCX would abort: what is needed and how that is counted, what the limit is; a soft limit is raised."""
+    def at(soft, hard):
+        return ["prlimit", "--nofile=%d:%d" % (soft, hard)]
+    worker = ["--kv-pages", "4", "--threads", "1", "--join", "tcp://127.0.0.1:1"]
+    for hard in (12, 20, 40, 300):
+        status, text = end_of(build, "prefill", *worker, before=at(hard, hard))
+        assert status == 1 and "open files: 337 needed (48 for itself, " in text and "hard limit is %d:" % hard in text, text
+        assert text.count("\n") == 1, text
+    text = lines_of(build, "decode", *worker, before=at(12, 337))
+    assert "status on" in text, text
+    status, text = end_of(build, "router", "--http", "127.0.0.1:0", "--control", "tcp://127.0.0.1:0", before=at(20, 1000))
+    assert status == 1 and "open files: 5232 needed" in text and "4096 clients (--max-connections)" in text, text
+    assert "hard limit is 1000:" in text, text
+
+
+def test_too_little_address_space_is_told_at_start(build):
+    flags = ["--kv-pages", "200", "--threads", "1", "--join", "tcp://127.0.0.1:1"]
+    status, text = end_of(build, "decode", *flags, before=["prlimit", "--as=%d" % (600 << 20)])
+    assert status == 1 and "address space: " in text and "for 200 pages" in text and "the limit is 600 MiB" in text, text
+    text = lines_of(build, "decode", *flags, before=["prlimit", "--as=%d" % (1500 << 20)])
+    assert "status on" in text, text
+
+
 def catches(pid, number):
     with open("/proc/%d/status" % pid) as f:
         mask = [line for line in f if line.startswith("SigCgt:")][0].split()[1]
@@ -195,6 +219,7 @@ if __name__ == "__main__":
                   test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
                   test_too_little_shared_memory_is_explained, test_file_size_limit_is_an_error_and_no_signal,
+                  test_too_few_descriptors_are_told_at_start, test_too_little_address_space_is_told_at_start,
                   test_start_says_nothing_of_ucx,
                   test_one_router_joined_by_two_names_is_joined_once,
                   test_router_that_cannot_be_reached_is_named_once], __doc__)

@@ -283,6 +283,56 @@ def test_validation(stub):
     assert status == 200, body
 
 
+def test_refusals_below_the_handler(stub):
+    """Framing, limits, paths and keys: the answer names what was wrong, what was sent and what is right."""
+    with Stub("max_body=1000") as small:
+        head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n"
+        for data, status, parts in (
+                (head + b"Content-Length: 2000\r\n\r\n", 413, ("1000 bytes", "is 2000")),
+                (head + b"Transfer-Encoding: chunked\r\n\r\n7d0\r\n", 413, ("1000 bytes", "2000")),
+                (head + b"X-Long: " + b"a" * 40000, 431, ("32768 bytes", "X-Long")),
+                (head + b"a: b\r\n" * 200, 431, ("100 lines", "101")),
+                (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414, ("8192", "9001", "/aaa")),
+                (head + b'Content-Length: "5"\r\n\r\n', 400, ("Content-Length", "5", "decimal digits")),
+                (b"GET /no\\such HTTP/1.1\r\nHost: x\r\n\r\n", 404, ("path", "/no")),
+                (b"DELETE /health HTTP/1.1\r\nHost: x\r\n\r\n", 405, ("method", "GET", "DELETE")),
+                (b"GET /v1/models/none HTTP/1.1\r\nHost: x\r\n\r\n", 404, ("model", "none")),
+                (b"POST /admin/workers/none/drain HTTP/1.1\r\nHost: x\r\n\r\n", 404, ("worker", "none"))):
+            got = small.raw(data)
+            assert statuses(got) == [status], (data[:60], got)
+            e = json.loads(got[got.index(b"\r\n\r\n") + 4:])["error"]
+            assert e["type"] == "invalid_request_error" and e["code"], e
+            assert all(p in e["message"] for p in parts), (parts, e)
+            assert len(e["message"]) < 300 and e["message"].isprintable(), e
+
+
+def test_memory_of_large_bodies_goes_back(stub):
+    """The tree of a body of numbers is many times its text: it is bounded, and given back when the body is read."""
+    def memory(what):
+        with open("/proc/%d/status" % big.process.pid) as f:
+            return int(re.search(r"^%s:\s+(\d+) kB" % what, f.read(), re.M).group(1)) >> 10
+    with Stub("context=1100000") as big:
+        assert big.post("/tokenize", prompt="warm " * 100000)[0] == 200
+        before = memory("VmRSS")
+        most = b'{"prompt": [' + b"1," * 1000000 + b'1], "max_tokens": 1}'
+        over = b'{"prompt": [' + b"1," * 4190000 + b'1], "max_tokens": 1}'
+        floats = b'{"junk": [' + b"1.5," * 1100000 + b'1], "prompt": "x", "max_tokens": 1}'
+        for body, want in (most, 200), (over, 400), (floats, 200):
+            r, data = big.request("POST", "/v1/completions", body)
+            assert r.status == want, (want, data[:300])
+            if want == 400:
+                assert "more than 1114112 values" in json.loads(data)["error"]["message"], data
+            wait_for("memory back", lambda: memory("VmRSS") < before + 48, 5)
+        assert memory("VmHWM") < before + 320, memory("VmHWM")
+        # and while the answer is under way
+        s = big.connect()
+        s.sendall(post_bytes("/v1/completions", b'{"junk": [' + b"1," * 1100000 +
+                             b'1], "prompt": "x", "stream": true, "seed": 100000, "ignore_eos": true}'))
+        assert s.recv(100)
+        wait_for("memory back in mid-stream", lambda: memory("VmRSS") < before + 48, 5)
+        s.close()
+
+
 def test_hostile_json(stub):
     def send(body):
         r, data = stub.request("POST", "/v1/chat/completions", body)
@@ -832,7 +882,7 @@ def test_capture(_):
                 ({"spans": {"text": "o"}}, ".spans", "times in the encoded prompt"),
                 ({"spans": [[0, 1]], "layers": [3]}, ".layers", "layers with an indexer: 2, 4"),
                 ({"spans": [[0, 1]], "steps": "none"}, ".steps", "prefill_last"),
-                ({}, ".spans", "missing"), ("all", "", "a string")):
+                ({}, ".spans", "missing"), ("all", "", 'is "all"')):
             status, body = stub.post("/v1/chat/completions", index_capture=ask, **chat("one kumquat two"))
             if says is None:
                 assert status == 200, body

@@ -244,14 +244,51 @@ static void test_tow_opt__values_out_of_range_name_flag_value_and_range(void **s
     refused("--model m --http a:65536", NULL, "'a:65536'", "65535");
     refused("--model m --http a:", NULL, "'a:'", "ADDR:PORT");
     refused("--model m --http []:1", NULL, "'[]:1'", "ADDR:PORT");
-    refused("--model m --join udp://x:1", NULL, "'udp://x:1'", "tcp://... or ipc://");
+    refused("--model m --join udp://x:1", NULL, "'udp://x:1'", "tcp://ADDR:PORT or ipc:///PATH");
     refused("--model m --join tcp://x:1,", NULL, "''", "tcp://");
-    refused("--model m --join tcp://x", NULL, "'x'", "ADDR:PORT");
+    refused("--model m --join tcp://x", NULL, "--join: 'tcp://x'",
+            "tcp://ADDR:PORT or ipc:///PATH");
+    refused("--model m --join tcp://:7000", NULL, "'tcp://:7000'", "tcp://ADDR:PORT");
+    refused("--model m --join tcp://x:70000", NULL, "'tcp://x:70000'", "tcp://ADDR:PORT");
+    refused("--model m --join ipc://", NULL, "'ipc://'", "ipc:///PATH");
+    refused("--model m --join ipc://here", NULL, "'ipc://here'", "ipc:///PATH");
+    char longest[140] = "--model m --join ipc:///";
+    size_t n = strlen(longest);
+    memset(longest + n, 'x', 106);
+    assert_int_equal(parse(longest, NULL), 0);
+    longest[n + 106] = 'x'; /* more than a socket's address holds */
+    refused(longest, NULL, "--join", "ipc:///PATH");
     refused("--model m a b", NULL, "'b'", "FILE");
     refused("--model m", "TOWPATH_MAX_QUEUED=zero", "TOWPATH_MAX_QUEUED: 'zero'", "1 to 4096");
     refused("--model m --config /no/such/file", NULL, "--config", "/no/such/file");
     assert_int_equal(parse_config("max-queued = none\nmodel = m\n", "--max-queued 3"), TOW_ECONFIG);
     assert_non_null(strstr(err.msg, ":1: max-queued: 'none'")); /* though the flag hides it */
+}
+
+/* One spelling for each number, so that none is read in two ways. */
+static void test_tow_opt__numbers_have_one_spelling(void **state)
+{
+    (void)state;
+    static const char *const wrong_ints[] = {"+1",   "01",   "007", "1.0", "1e0",
+                                             "0x10", "-0x1", "1 ",  "--1", ""};
+    for (size_t i = 0; i < sizeof wrong_ints / sizeof *wrong_ints; i++) {
+        char flag[60];
+        snprintf(flag, sizeof flag, "TOWPATH_MAX_QUEUED=%s", wrong_ints[i]);
+        refused("--model m", flag, wrong_ints[i], "a whole number, 1 to 4096 requests");
+    }
+    static const char *const wrong_floats[] = {"+0.5", ".5",   "0.",   "00.5", "0x1p-1",
+                                               "inf",  "0.5f", " 0.5", "5e",   "5e-"};
+    for (size_t i = 0; i < sizeof wrong_floats / sizeof *wrong_floats; i++) {
+        char flag[60];
+        snprintf(flag, sizeof flag, "TOWPATH_MEMORY_FRACTION=%s", wrong_floats[i]);
+        refused("--model m", flag, wrong_floats[i], "a number, 0.01 to 1");
+    }
+    assert_int_equal(parse("--model m --memory-fraction 5e-1", NULL), 0);
+    assert_true(got.fraction == 0.5);
+    refused("--model m --max-body-bytes 08M", NULL, "'08M'", "bytes like");
+    refused("--model m --max-body-bytes +8M", NULL, "'+8M'", "bytes like");
+    refused("--model m --http a:08000", NULL, "'a:08000'", "ADDR:PORT");
+    assert_int_equal(parse("--model m --http a:0", NULL), 0);
 }
 
 static void test_tow_opt__a_password_in_a_url_is_refused_and_not_repeated(void **state)
@@ -336,6 +373,7 @@ int main(void)
         cmocka_unit_test(test_tow_opt__flag_wins_over_environment_over_file),
         cmocka_unit_test(test_tow_opt__unknown_names_are_errors_everywhere),
         cmocka_unit_test(test_tow_opt__values_out_of_range_name_flag_value_and_range),
+        cmocka_unit_test(test_tow_opt__numbers_have_one_spelling),
         cmocka_unit_test(test_tow_opt__a_password_in_a_url_is_refused_and_not_repeated),
         cmocka_unit_test(test_tow_opt__help_and_check_config_say_so),
         cmocka_unit_test(test_tow_secret__mode_and_content_are_checked),

@@ -191,16 +191,17 @@ static void test_capture__wrong_fields_are_named(void **state)
     (void)state;
     static const char five[] = "[5, 6, 7, 8, 9]";
     static const char spans[] = "index_capture.spans", layers[] = "index_capture.layers";
-    refused(five, "true", "index_capture", "a bool");
-    refused(five, "[]", "index_capture", "an array");
+    refused(five, "true", "index_capture", "an object, is true");
+    refused(five, "[]", "index_capture", "an object, is an array");
     refused(five, "{}", spans, "missing");
     refused(five, "{\"spans\": []}", spans, "0 spans, must be 1 to 16");
-    refused(five, "{\"spans\": 5}", spans, "a number");
-    refused(five, "{\"spans\": [5]}", spans, "[0]: not [start, end]");
-    refused(five, "{\"spans\": [[0, 1], [1]]}", spans, "[1]: not [start, end]");
-    refused(five, "{\"spans\": [[0, 1, 2]]}", spans, "[0]: not [start, end]");
-    refused(five, "{\"spans\": [[0.0, 1]]}", spans, "[0]: not [start, end]");
-    refused(five, "{\"spans\": [[\"0\", 1]]}", spans, "[0]: not [start, end]");
+    refused(five, "{\"spans\": 5}", spans, "is 5");
+    refused(five, "{\"spans\": [5]}", spans,
+            "[0]: must be [start, end] or {\"text\": \"...\"}, is 5");
+    refused(five, "{\"spans\": [[0, 1], [1]]}", spans, "[1]: must be [start, end], is a list of 1");
+    refused(five, "{\"spans\": [[0, 1, 2]]}", spans, "[0]: must be [start, end], is a list of 3");
+    refused(five, "{\"spans\": [[0.0, 1]]}", spans, "two integers, is [0.0, 1]");
+    refused(five, "{\"spans\": [[\"0\", 1]]}", spans, "two integers, is [\"0\", 1]");
     refused(five, "{\"spans\": [[0, 6]]}", spans, "[0, 6] is no span of the prompt, which has 5");
     refused(five, "{\"spans\": [[5, 6]]}", spans, "[5, 6]");
     refused(five, "{\"spans\": [[-1, 2]]}", spans, "[-1, 2]");
@@ -211,29 +212,41 @@ static void test_capture__wrong_fields_are_named(void **state)
             "{\"spans\": [[0,1],[0,1],[0,1],[0,1],[0,1],[0,1],[0,1],[0,1],[0,1],[0,1],[0,1],"
             "[0,1],[0,1],[0,1],[0,1],[0,1],[0,1]]}",
             spans, "17 spans");
-    refused(five, "{\"spans\": {\"text\": 5}}", spans, "a number");
-    refused(five, "{\"spans\": {\"text\": \"\"}}", spans, "empty");
-    refused(five, "{\"spans\": {}}", spans, "null");
+    refused(five, "{\"spans\": {\"text\": 5}}", spans, "not empty, is 5");
+    refused(five, "{\"spans\": {\"text\": \"\"}}", spans, "not empty, is \"\"");
+    refused(five, "{\"spans\": {}}", spans, "not empty, is missing");
     refused(five, "{\"spans\": [[0, 1]], \"steps\": \"some\"}", "index_capture.steps",
             "\"prefill_last\", \"decode\" or \"all\"");
-    refused(five, "{\"spans\": [[0, 1]], \"steps\": 1}", "index_capture.steps", "not");
-    refused(five, "{\"spans\": [[0, 1]], \"max_steps\": 0}", "index_capture.max_steps", "4096");
-    refused(five, "{\"spans\": [[0, 1]], \"max_steps\": 4097}", "index_capture.max_steps", "4096");
-    refused(five, "{\"spans\": [[0, 1]], \"max_steps\": \"8\"}", "index_capture.max_steps", "1");
+    refused(five, "{\"spans\": [[0, 1]], \"steps\": 1}", "index_capture.steps", "\"all\", is 1");
+    refused(five, "{\"spans\": [[0, 1]], \"max_steps\": 0}", "index_capture.max_steps",
+            "1 to 4096, is 0");
+    refused(five, "{\"spans\": [[0, 1]], \"max_steps\": 4097}", "index_capture.max_steps",
+            "1 to 4096, is 4097");
+    refused(five, "{\"spans\": [[0, 1]], \"max_steps\": \"8\"}", "index_capture.max_steps",
+            "1 to 4096, is \"8\"");
     refused(five, "{\"spans\": [[0, 1]], \"layers\": [3]}", layers,
             "layer 3 has no indexer; layers with an indexer: 2, 4");
     refused(five, "{\"spans\": [[0, 1]], \"layers\": [2, 6]}", layers, "layer 6");
     refused(five, "{\"spans\": [[0, 1]], \"layers\": [-1]}", layers, "layer -1");
-    refused(five, "{\"spans\": [[0, 1]], \"layers\": [\"2\"]}", layers, "a string");
-    refused(five, "{\"spans\": [[0, 1]], \"layers\": []}", layers, "2, 4");
-    refused(five, "{\"spans\": [[0, 1]], \"layers\": \"some\"}", layers, "2, 4");
-    refused(five, "{\"spans\": [[0, 1]], \"layers\": 2}", layers, "2, 4");
-    refused(five, "{\"spans\": [[0, 1]], \"shadow\": \"fp8\"}", "index_capture.shadow", "a string");
-    refused(five, "{\"spans\": [[0, 1]], \"shadow\": [\"fp16\"]}", "index_capture.shadow", "fp4");
-    refused(five, "{\"spans\": [[0, 1]], \"shadow\": [8]}", "index_capture.shadow", "fp4");
-    refused(five, "{\"spans\": [[0, 1]], \"lists\": 1}", "index_capture.lists", "a number");
-    refused(five, "{\"spans\": [[0, 1]], \"expect\": \"\"}", "index_capture.expect", "4096");
-    refused(five, "{\"spans\": [[0, 1]], \"expect\": [\"x\"]}", "index_capture.expect", "4096");
+    refused(five, "{\"spans\": [[0, 1]], \"layers\": [\"2\"]}", layers,
+            "is \"2\"; layers with an indexer: 2, 4");
+    refused(five, "{\"spans\": [[0, 1]], \"layers\": []}", layers,
+            "is an empty list; layers with an indexer: 2, 4");
+    refused(five, "{\"spans\": [[0, 1]], \"layers\": \"some\"}", layers,
+            "is \"some\"; layers with an indexer: 2, 4");
+    refused(five, "{\"spans\": [[0, 1]], \"layers\": 2}", layers,
+            "is 2; layers with an indexer: 2, 4");
+    refused(five, "{\"spans\": [[0, 1]], \"shadow\": \"fp8\"}", "index_capture.shadow",
+            "is \"fp8\"");
+    refused(five, "{\"spans\": [[0, 1]], \"shadow\": [\"fp16\"]}", "index_capture.shadow",
+            "\"fp4\", is \"fp16\"");
+    refused(five, "{\"spans\": [[0, 1]], \"shadow\": [8]}", "index_capture.shadow",
+            "\"fp4\", is 8");
+    refused(five, "{\"spans\": [[0, 1]], \"lists\": 1}", "index_capture.lists", "is 1");
+    refused(five, "{\"spans\": [[0, 1]], \"expect\": \"\"}", "index_capture.expect",
+            "1 to 4096 bytes, is \"\"");
+    refused(five, "{\"spans\": [[0, 1]], \"expect\": [\"x\"]}", "index_capture.expect",
+            "1 to 4096 bytes, is an array");
 }
 
 static void test_capture__one_answer_only_and_only_where_allowed(void **state)
@@ -345,7 +358,7 @@ static void test_capture__text_must_be_there_exactly_once(void **state)
     /* What a message quotes of a long text is cut between characters, and goes on after it. */
     refused("\"one\"",
             "{\"spans\": {\"text\": \"日本語日本語日本語日本語日本語日本語日本語日本語x\"}}", spans,
-            "\" is not in the encoded prompt");
+            "\"... is not in the encoded prompt");
 }
 
 /* The encoded prompt of a chat holds what the format adds, and what users wrote, once encoded. */

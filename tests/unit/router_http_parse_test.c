@@ -12,7 +12,9 @@
 #define MAX_BODY 64
 
 /* Feeds bytes [0, n) with the cuts given and writes what came out:
- * "METHOD path?query minor k|c" and " body" and "." per request, "!status" when refused. */
+ * "METHOD path?query minor k|c" and " body" and "." per request, "!status" when refused, with
+ * `reasons` the reason behind it. */
+static bool reasons;
 static void transcribe(struct tow_buf *out, const char *bytes, size_t n, const size_t *cuts,
                        size_t n_cuts, size_t step)
 {
@@ -51,7 +53,10 @@ static void transcribe(struct tow_buf *out, const char *bytes, size_t n, const s
             tow_buf_put(out, body, body_len);
             break;
         case RTR_HTTP_END: tow_buf_putc(out, '.'); break;
-        case RTR_HTTP_BAD: tow_buf_printf(out, "!%d", p.status); break;
+        case RTR_HTTP_BAD:
+            tow_buf_printf(out, "!%d", p.status);
+            if (reasons) tow_buf_printf(out, " %s", p.reason);
+            break;
         case RTR_HTTP_MORE: break;
         }
         in_body = ev == RTR_HTTP_BODY || (in_body && ev == RTR_HTTP_MORE);
@@ -216,9 +221,76 @@ static void test_http_parse__limits_hold_wherever_the_split_is(void **state)
     tow_buf_fini(&many);
 }
 
+/* Header, value and limit; the same however the bytes were split; a secret never. */
+static void test_http_parse__a_refusal_names_header_value_and_limit(void **state)
+{
+    (void)state;
+    reasons = true;
+    CHECK("GET /\x01 HTTP/1.1\r\n",
+          "!400 request target: must be printable ASCII without #, has \"\\x01\" at byte 1");
+    CHECK("GET nowhere HTTP/1.1\r\n",
+          "!400 request target: must be a path or an http URL, is \"nowhere\"");
+    CHECK("GET\r\n", "!400 request line: must be METHOD TARGET HTTP/1.1, is \"GET\"");
+    CHECK("GET / HTTP/2.0\r\n", "!505 version: must be HTTP/1.1 or HTTP/1.0, is \"HTTP/2.0\"");
+    CHECK("\r\n\r\n", "!400 request: at most one empty line before it, has 2");
+    CHECK("GET / HTTP/1.1\r\n\r\n", "!400 Host: must stand in a request of HTTP/1.1, is missing");
+    CHECK("GET / HTTP/1.1\r\nHost: a b\r\n",
+          "!400 Host: must be a name or number and a port, is \"a b\"");
+    CHECK("GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n",
+          "!400 Host: must stand once, stands again with \"b\"");
+    CHECK(POST "Content-Length: +3\r\n\r\n",
+          "!400 Content-Length: must be 1 to 18 decimal digits, is \"+3\"");
+    CHECK(POST "Content-Length: 3\r\nContent-Length: 4\r\n",
+          "!400 Content-Length: must stand once, stands again with \"4\"");
+    CHECK(POST "Content-Length: 65\r\n\r\n",
+          "!413 body: must have at most 64 bytes, Content-Length is 65");
+    CHECK(TE "41\r\n", "POST /p? 1k!413 body: must have at most 64 bytes, a chunk of 65 follows 0");
+    CHECK(TE "1\r\na\r\nFFFF\r\n",
+          "POST /p? 1k a!413 body: must have at most 64 bytes, a chunk of 65535 follows 1");
+    CHECK(TE "0x1\r\n",
+          "POST /p? 1k!400 chunk size: must be 1 to 16 hexadecimal digits, is \"0x1\"");
+    CHECK(TE "1\r\nab\r\n",
+          "POST /p? 1k a!400 chunk: must end with CR LF where its size says, has \"b\"");
+    CHECK(POST "Transfer-Encoding: gzip\r\n",
+          "!501 Transfer-Encoding: must be chunked, is \"gzip\"");
+    CHECK(POST "Transfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n",
+          "!400 Content-Length: must not stand beside Transfer-Encoding, is 3");
+    CHECK(POST "Expect: wonders\r\n", "!417 Expect: must be 100-continue, is \"wonders\"");
+    CHECK(POST "Content-Encoding: br\r\n",
+          "!415 Content-Encoding: must be absent or identity, is \"br\"");
+    CHECK(POST "Name : secret\r\n",
+          "!400 header: must begin with a name and a colon without blanks, is \"Name \"");
+    CHECK(POST "A: sec\x02ret\r\n",
+          "!400 header \"A\": must have no control characters, has \"\\x02\"");
+    CHECK(POST "Authorization: Bearer secret\n",
+          "!400 every line must end in CR LF, \"Authorization\" does not");
+    CHECK(POST "Authorization: Bearer secret\r\nAuthorization: Bearer secret\r\n",
+          "!400 Authorization: must stand once, stands twice");
+    struct tow_buf b;
+    tow_buf_init(&b, 0);
+    tow_buf_puts(&b, POST "Authorization: Bearer ");
+    while (b.len <= MAX_HEAD) tow_buf_puts(&b, "secret");
+    check(b.data, b.len,
+          "!431 head must end within 1024 bytes, is longer: line \"Authorization\" does not end "
+          "there");
+    tow_buf_clear(&b);
+    tow_buf_puts(&b, "GET /");
+    while (b.len <= MAX_HEAD) tow_buf_puts(&b, "0123456789");
+    check(b.data, b.len,
+          "!414 request line must end within 1024 bytes, is longer: line "
+          "\"GET /012345678901234567890123456\"... does not end there");
+    tow_buf_clear(&b);
+    tow_buf_puts(&b, "GET / HTTP/1.1\r\n" H);
+    for (int i = 0; i < RTR_HTTP_MAX_HEADERS; i++) tow_buf_puts(&b, "a:b\r\n");
+    check(b.data, b.len, "!431 header: at most 100 lines, line 101 is \"a\"");
+    tow_buf_fini(&b);
+    reasons = false;
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_http_parse__a_refusal_names_header_value_and_limit),
         cmocka_unit_test(test_http_parse__plain_requests),
         cmocka_unit_test(test_http_parse__chunked_bodies),
         cmocka_unit_test(test_http_parse__ambiguous_framing_is_refused),

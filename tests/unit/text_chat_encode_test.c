@@ -197,15 +197,16 @@ static void test_chat_encode__errors_name_the_field(void **state)
     (void)state;
     static const char *const cases[][2] = {
         {"{}", "messages: must be an array, is an object"},
-        {"[5]", "messages[0]: must be an object, is a number"},
+        {"[5]", "messages[0]: must be an object, is 5"},
         {"[{}]", "messages[0].role: is required but missing"},
         {"[{\"role\":7}]", "messages[0].role: must be a string, is 7"},
         {"[{\"role\":\"user\",\"content\":5}]",
-         "messages[0].content: must be a string or a list of content parts, is a number"},
+         "messages[0].content: must be a string or a list of content parts, is 5"},
         {"[{\"role\":\"user\",\"content\":[{\"type\":\"text\",\"text\":\"a\"},{\"type\":\"image_"
          "url\"}]}]",
-         "messages[0].content[1].type: \"image_url\" is not supported, only \"text\""},
-        {"[{\"role\":\"user\",\"content\":[\"a\"]}]", "messages[0].content[0]: must be an object"},
+         "messages[0].content[1].type: must be \"text\", is \"image_url\""},
+        {"[{\"role\":\"user\",\"content\":[\"a\"]}]",
+         "messages[0].content[0]: must be an object, is \"a\""},
         {"[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\"}}]}]",
          "messages[0].tool_calls[0].function.arguments: is required but missing"},
         {"[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\",\"arguments\":{}}}"

@@ -1,0 +1,29 @@
+/* net/files.c - see files.h. */
+#include "common/net/files.h"
+
+#include "common/base/err.h"
+
+#include <errno.h>
+#include <string.h>
+#include <sys/resource.h>
+
+/* Above it nothing is gained, and some libraries keep a table entry for every possible descriptor. */
+#define MOST ((rlim_t)1 << 20)
+
+int net_files_check(uint64_t needed, const char *why, struct tow_err *err)
+{
+    struct rlimit r;
+    if (getrlimit(RLIMIT_NOFILE, &r) < 0)
+        return tow_fail(err, TOW_EIO, "open files: %s", strerror(errno));
+    if (r.rlim_cur >= needed) return 0;
+    if (r.rlim_max < needed)
+        return tow_fail(err, TOW_ECONFIG,
+                        "open files: %llu needed (%s), the hard limit is %llu: raise it (ulimit "
+                        "-Hn, LimitNOFILE= of systemd)",
+                        (unsigned long long)needed, why, (unsigned long long)r.rlim_max);
+    r.rlim_cur = r.rlim_max < MOST ? r.rlim_max : needed > MOST ? (rlim_t)needed : MOST;
+    if (setrlimit(RLIMIT_NOFILE, &r) < 0)
+        return tow_fail(err, TOW_ECONFIG, "open files: %llu needed (%s); raising the limit: %s",
+                        (unsigned long long)needed, why, strerror(errno));
+    return 0;
+}

@@ -1,0 +1,25 @@
+/* net/files.h - are there file descriptors enough?
+ *
+ * Why      UCX aborts the process when it gets none, and a router that runs out turns clients away;
+ *          both are known before anything is opened.
+ * Owner    Nobody; call it at start.
+ */
+#ifndef TOW_NET_FILES_H
+#define TOW_NET_FILES_H
+
+#include <stdint.h>
+
+struct tow_err;
+
+/* What processes open, counted (docs/operations.md, "Limits"): */
+enum {
+    NET_FILES_OWN = 48, /* standard streams, log, loop, nng, UCX and its shared memory: 27 to 31 */
+    NET_FILES_PEER = 4, /* of a worker, for each peer over TCP: one seen for each direction */
+    NET_FILES_STATUS = 32, /* readers of a worker's --status at once */
+};
+
+/* Raises the soft limit to the hard one when it is below `needed`. TOW_ECONFIG when that is too
+ * little too: one line with both numbers, `why` (how `needed` comes about) and what to do. */
+int net_files_check(uint64_t needed, const char *why, struct tow_err *err);
+
+#endif
