@@ -1,0 +1,137 @@
+/* kernels/gemm/linear_cuda.cu - y = quant(x) . Wt on the device.
+ *
+ * bf16 rows go to the matrix unit: quantized, padded rows are made first where x is not fit to be read as
+ * it is. What has f32 factors (exact mode; weights that are rounded after scaling) takes a plain kernel:
+ * one warp per weight row and eight rows of x, lanes along k.
+ */
+#include "kernels/cuda/quant.cuh"
+#include "kernels/gemm/product.cuh"
+
+enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8 };
+
+/* Can rounding to bf16 change a value of this weight? */
+static bool weight_rounds(const struct kern_weight *w)
+{
+    return w->fmt == KERN_W_F32 || w->fmt == KERN_W_NVFP4 || w->sfmt == KERN_S_F32;
+}
+
+static __device__ float weight_at(const struct kern_weight &w, int64_t n, int32_t k, bool round_w)
+{
+    const uint8_t *row = (const uint8_t *)w.data + n * w.row_bytes;
+    const uint8_t *sc = (const uint8_t *)w.scale;
+    const uint32_t *words = (const uint32_t *)row;
+    float v = 0;
+    switch (w.fmt) {
+    case KERN_W_F32: v = ((const float *)row)[k]; break;
+    case KERN_W_BF16: return kern_bf16_decode(((const uint16_t *)row)[k]);
+    case KERN_W_FP8: {
+        float s = 1.0f;
+        sc += n / BLOCK_N * w.scale_row_bytes;
+        if (w.sfmt == KERN_S_UE8M0) s = kern_ue8m0_decode(sc[k / BLOCK_K]);
+        if (w.sfmt == KERN_S_E4M3) s = dev_e4m3_decode(sc[k / BLOCK_K]);
+        if (w.sfmt == KERN_S_F32) s = ((const float *)sc)[k / BLOCK_K];
+        v = dev_e4m3_in(words[k / 4], k % 4) * s;
+        break;
+    }
+    case KERN_W_MXFP4: {
+        const uint32_t placed = sc[n * w.scale_row_bytes + k / 32];
+        return dev_e2m1_in(words[k / 8], k % 8) *
+               (placed == 255 ? kern_float(0x7fc00000u)
+                              : kern_ue8m0_decode((uint8_t)(placed - 110)));
+    }
+    case KERN_W_NVFP4:
+        v = dev_e2m1_in(words[k / 8], k % 8) * dev_e4m3_decode(sc[n * w.scale_row_bytes + k / 16]);
+        if (round_w) v *= w.scale2;
+        break;
+    }
+    return round_w ? kern_bf16_round(v) : v;
+}
+
+static __global__ void plain_kernel(struct kern_linear p, const float *x, int32_t Kp, float post)
+{
+    const int lane = threadIdx.x % 32;
+    const int32_t n = blockIdx.x * PLAIN_WARPS + threadIdx.x / 32, t0 = blockIdx.y * PLAIN_ROWS;
+    if (n >= p.N) return;
+    const int64_t g = blockIdx.z, row = g * p.N + n;
+    const int32_t T = p.T - t0 < PLAIN_ROWS ? p.T - t0 : PLAIN_ROWS;
+    float sum[PLAIN_ROWS];
+#pragma unroll
+    for (int t = 0; t < PLAIN_ROWS; t++) sum[t] = 0;
+    for (int32_t k = lane; k < p.K; k += 32) {
+        const float w = weight_at(p.w, row, k, p.round_w);
+#pragma unroll
+        for (int t = 0; t < PLAIN_ROWS; t++)
+            if (t < T) sum[t] = fmaf(w, x[((int64_t)(t0 + t) * p.groups + g) * Kp + k], sum[t]);
+    }
+#pragma unroll
+    for (int t = 0; t < PLAIN_ROWS; t++) {
+        if (t >= T) break;
+        const float v = dev_warp_sum(sum[t]) * post;
+        if (lane == 0) dev_store(p.y, (t0 + t) * p.ld_y + row, p.y_dtype, v);
+    }
+}
+
+static int linear_plain(struct kern_stream *s, const struct kern_linear *p)
+{
+    const int32_t Kp = cuda_row_width(p->K);
+    float *rows = (float *)cuda_scratch(s, CUDA_SLOT_ROWS,
+                                        (size_t)p->T * p->groups * (size_t)Kp * sizeof(float));
+    if (!rows) return cuda_done(s, "linear");
+    const struct cuda_quant q = {p->x,  p->x_dtype,       p->ld_x, p->T, p->groups, p->K,
+                                 p->aq, p->w.input_scale, NULL,    NULL, rows,      Kp,
+                                 true};
+    cuda_quant_rows(s, &q);
+    const float post = p->w.fmt == KERN_W_NVFP4 && !p->round_w ? p->w.scale2 : 1.0f;
+    const dim3 grid((unsigned)cuda_ceil(p->N, PLAIN_WARPS), (unsigned)cuda_ceil(p->T, PLAIN_ROWS),
+                    (unsigned)p->groups);
+    plain_kernel<<<grid, 32 * PLAIN_WARPS, 0, s->cu>>>(*p, rows, Kp, post);
+    return cuda_done(s, "linear");
+}
+
+extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
+{
+    if (p->T == 0) return 0;
+    const struct kern_weight *w = &p->w;
+    if ((w->fmt == KERN_W_MXFP4 && w->sfmt != KERN_S_UE8M0) ||
+        (w->fmt == KERN_W_NVFP4 && w->sfmt != KERN_S_E4M3))
+        return TOW_EINVAL;
+    if (p->x_dtype != KERN_BF16 || (p->round_w && weight_rounds(w))) return linear_plain(s, p);
+
+    struct cuda_product c;
+    c.x = (const uint16_t *)p->x;
+    c.ld_x = p->ld_x;
+    c.x_group = p->K;
+    c.Kx = p->K;
+    c.w = (const uint8_t *)w->data;
+    c.scale = (const uint8_t *)w->scale;
+    c.nan_rows =
+        cuda_has_nan_rows(w->fmt) ? cuda_nan_rows(w->scale, w->fmt, w->sfmt, w->n, w->k) : NULL;
+    c.row_bytes = w->row_bytes;
+    c.scale_row_bytes = w->scale_row_bytes;
+    c.y = p->y;
+    c.ld_y = p->ld_y;
+    c.T = p->T, c.N = p->N, c.K = p->K, c.groups = p->groups;
+    c.sfmt = w->sfmt;
+    c.y_dtype = p->y_dtype;
+    c.post = w->fmt == KERN_W_NVFP4 ? w->scale2 : 1.0f;
+    if (w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4) c.post *= DEV_E2M1_POST;
+    if (p->aq == KERN_AQ_NVFP4) c.post *= w->input_scale;
+    const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0;
+    if (p->aq != KERN_AQ_NONE || !fit) {
+        const int32_t Kp = cuda_row_width(p->K);
+        void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
+        if (!rows) return cuda_done(s, "linear");
+        const struct cuda_quant q = {p->x, p->x_dtype, p->ld_x,        p->T, p->groups,
+                                     p->K, p->aq,      w->input_scale, NULL, NULL,
+                                     rows, Kp,         false};
+        cuda_quant_rows(s, &q);
+        c.x = (const uint16_t *)rows;
+        c.ld_x = (int64_t)p->groups * Kp;
+        c.x_group = c.Kx = Kp;
+    }
+    if (p->T <= CUDA_FEW_ROWS)
+        cuda_product_few(s, w->fmt, &c);
+    else
+        cuda_product_many(s, w->fmt, &c);
+    return cuda_done(s, "linear");
+}

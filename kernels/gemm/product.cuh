@@ -1,0 +1,146 @@
+/* kernels/gemm/product.cuh - what both products of bf16 rows with placed weights share: the arguments,
+ * and 16 weight rows x 64 k as operands of the matrix unit.
+ *
+ * Numerics One order for all: k in blocks of 128; in a block eight instructions of 16 k, ascending (slots
+ *          as in mma.cuh, weights on the M side), start from zero; sum = fmaf(block, scale, sum), blocks
+ *          ascending, scale being the fp8 block's, else 1; at last the sum times `post`. An f32 weight is
+ *          the sum of three bf16 numbers, exactly: three instructions, the largest part first.
+ *          So block sums may be made anywhere, and only their chain has a place.
+ */
+#ifndef KERN_GEMM_PRODUCT_CUH
+#define KERN_GEMM_PRODUCT_CUH
+
+#include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/dequant.cuh"
+#include "kernels/cuda/mma.cuh"
+
+struct cuda_product {
+    const uint16_t
+        *x; /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart, all 16-byte
+                        * aligned, Kx elements of each to be read */
+    int64_t ld_x, x_group;
+    const uint8_t *w; /* placed [groups * N, K] */
+    const uint8_t *scale, *nan_rows;
+    int64_t row_bytes, scale_row_bytes;
+    void *y;
+    int64_t ld_y;
+    int32_t T, N, K, Kx, groups; /* Kx: K rounded up to 8; beyond K there are zeros */
+    float post;
+    enum kern_sfmt sfmt;
+    enum kern_dtype y_dtype;
+};
+
+/* Both take any T; few are fast up to CUDA_FEW_ROWS. */
+enum { CUDA_FEW_ROWS = 8 };
+void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
+void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
+
+enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };
+
+/* One thread's share of 16 rows x 64 k: rows g and g + 8, sixteen elements of each. */
+template <enum kern_wfmt F> struct weights16 {
+    enum {
+        BITS = F == KERN_W_F32    ? 32
+               : F == KERN_W_BF16 ? 16
+               : F == KERN_W_FP8  ? 8
+                                  : 4,
+        EACH = 2 * BITS, /* bytes of a row that a thread has */
+        ROW = 4 * EACH,  /* bytes of a row in 64 k */
+        PARTS = F == KERN_W_F32 ? 3 : 1,
+    };
+    uint32_t v[2][EACH / 4];
+    uint32_t factor[2]; /* 4-bit formats */
+};
+
+/* Part i (0..3) as operand A; PARTS of them. */
+template <enum kern_wfmt F>
+static __device__ __forceinline__ void weights_operand(const struct weights16<F> &w, int i,
+                                                       uint32_t a[weights16<F>::PARTS][4])
+{
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        if (F == KERN_W_BF16) {
+            a[0][r] = w.v[r][2 * i];
+            a[0][2 + r] = w.v[r][2 * i + 1];
+        } else if (F == KERN_W_FP8) {
+            uint32_t p[2];
+            dev_e4m3x4(w.v[r][i], p);
+            a[0][r] = p[0];
+            a[0][2 + r] = p[1];
+        } else if (F == KERN_W_F32) {
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                uint32_t u[2];
+#pragma unroll
+                for (int e = 0; e < 2; e++) u[e] = w.v[r][4 * i + 2 * j + e];
+#pragma unroll
+                for (int part = 0; part < weights16<F>::PARTS; part++) {
+                    a[part][2 * j + r] = __byte_perm(u[0], u[1], 0x7632);
+                    /* What is cut off is a float, and has eight bits less. */
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        u[e] = kern_bits(kern_float(u[e]) - kern_float(u[e] & 0xffff0000u));
+                }
+            }
+        } else {
+            uint32_t p[4];
+            dev_e2m1x8(w.v[r][i / 2], w.factor[r], p);
+            a[0][r] = p[2 * (i % 2)];
+            a[0][2 + r] = p[2 * (i % 2) + 1];
+        }
+    }
+}
+
+/* sum += the 64 k of w times x's, x being the 16 elements of a column that this thread has. */
+template <enum kern_wfmt F>
+static __device__ __forceinline__ void weights_times(float sum[4], const struct weights16<F> &w,
+                                                     const uint32_t x[8])
+{
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        uint32_t a[weights16<F>::PARTS][4];
+        weights_operand<F>(w, i, a);
+#pragma unroll
+        for (int part = 0; part < weights16<F>::PARTS; part++) dev_mma(sum, a[part], x + 2 * i);
+    }
+}
+
+/* Factor of the 16 elements that thread c of a quad has, of row r (of groups * N), group q of k. */
+template <enum kern_wfmt F>
+static __device__ __forceinline__ uint32_t weight_factor(const struct cuda_product &p, int64_t r,
+                                                         int32_t q, int c)
+{
+    if (F == KERN_W_MXFP4) {
+        const int32_t at = 2 * q + c / 2;
+        return at < p.K / 32 ? dev_mxfp4_factor(__ldg(p.scale + r * p.scale_row_bytes + at)) : 0;
+    }
+    if (F == KERN_W_NVFP4) {
+        const int32_t at = 4 * q + c;
+        return at < p.K / 16 ? dev_nvfp4_factor(__ldg(p.scale + r * p.scale_row_bytes + at)) : 0;
+    }
+    return 0;
+}
+
+/* Scale of block b of k, in row i of an fp8 weight's scales. */
+static __device__ __forceinline__ float block_scale(const struct cuda_product &p, int64_t i,
+                                                    int32_t b)
+{
+    const uint8_t *row = p.scale + i * p.scale_row_bytes;
+    switch (p.sfmt) {
+    case KERN_S_UE8M0: return kern_ue8m0_decode(__ldg(row + b));
+    case KERN_S_F32: return __ldg((const float *)row + b);
+    case KERN_S_E4M3: return dev_e4m3_decode(__ldg(row + b));
+    default: return 1.0f;
+    }
+}
+
+/* What is stored of the finished sum of row r (of groups * N). */
+template <enum kern_wfmt F>
+static __device__ __forceinline__ float finished(const struct cuda_product &p, int64_t r, float sum)
+{
+    if (F != KERN_W_F32 && F != KERN_W_BF16 && __ldg(p.nan_rows + r))
+        return kern_float(0x7fc00000u);
+    return sum * p.post;
+}
+
+#endif
