@@ -1,0 +1,73 @@
+/* kernels/cuda/math.cuh - exp and friends on the device: the very steps of kernels/cpu/math.h, so the
+ * very bits of the CPU. */
+#ifndef KERN_CUDA_MATH_CUH
+#define KERN_CUDA_MATH_CUH
+
+#include "kernels/cuda/numeric.cuh"
+
+/* b where a or b is NaN, as vectors have it on the CPU. */
+static __device__ __forceinline__ float dev_max(float a, float b)
+{
+    return a > b ? a : b;
+}
+static __device__ __forceinline__ float dev_min(float a, float b)
+{
+    return a < b ? a : b;
+}
+
+static __device__ __forceinline__ float dev_exp(float x)
+{
+    const float c = dev_min(dev_max(x, -104.0f), 89.0f), magic = 12582912.0f;
+    const float t = fmaf(c, 0x1.715476p+0f, magic), n = t - magic;
+    float r = fmaf(n, -0x1.62e400p-1f, c);
+    r = fmaf(n, -0x1.7f7d1cp-20f, r);
+    float p = 1.9875691500e-4f;
+    p = fmaf(p, r, 1.3981999507e-3f);
+    p = fmaf(p, r, 8.3334519073e-3f);
+    p = fmaf(p, r, 4.1665795894e-2f);
+    p = fmaf(p, r, 1.6666665459e-1f);
+    p = fmaf(p, r, 5.0000001201e-1f);
+    p = fmaf(r * r, p, r);
+    p = p + 1.0f;
+    const int32_t e = (int32_t)(kern_bits(t) - kern_bits(magic)), e1 = e >> 1, e2 = e - e1;
+    const float y =
+        p * kern_float((uint32_t)(e1 + 127) << 23) * kern_float((uint32_t)(e2 + 127) << 23);
+    return x != x ? x : y;
+}
+static __device__ __forceinline__ float dev_sigmoid(float x)
+{
+    return 1.0f / (1.0f + dev_exp(-x));
+}
+static __device__ __forceinline__ float dev_silu(float x)
+{
+    return x / (1.0f + dev_exp(-x));
+}
+
+/* An expert's gate: silu(min(g, limit)) * clamp(u, +-limit); limit 0 = none. NaN stays NaN. */
+static __device__ __forceinline__ float dev_gate(float g, float u, float limit)
+{
+    if (limit > 0) {
+        g = dev_min(limit, g);
+        u = dev_max(-limit, dev_min(limit, u));
+    }
+    return dev_silu(g) * u;
+}
+
+/* ln(1 + e^x). */
+static __device__ __forceinline__ float dev_softplus(float x)
+{
+    const float t = dev_exp(-fabsf(x)), s = t / (2.0f + t), z = s * s;
+    float p = 1.0f / 17.0f;
+    p = fmaf(p, z, 1.0f / 15.0f);
+    p = fmaf(p, z, 1.0f / 13.0f);
+    p = fmaf(p, z, 1.0f / 11.0f);
+    p = fmaf(p, z, 1.0f / 9.0f);
+    p = fmaf(p, z, 1.0f / 7.0f);
+    p = fmaf(p, z, 1.0f / 5.0f);
+    p = fmaf(p, z, 1.0f / 3.0f);
+    p = fmaf(p * z, s, s);
+    p = p + p;
+    return x != x ? x : (0.0f < x ? x : 0.0f) + p;
+}
+
+#endif

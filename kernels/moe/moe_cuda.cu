@@ -1,0 +1,510 @@
+/* kernels/moe/moe_cuda.cu - the routed experts: pairs are sorted on the device, then six launches whose
+ * shape depends on T alone.
+ *
+ *     plan      one block: counts, prefix sums, stable sort of pairs by expert, tiles   (moe_plan)
+ *     rows      x quantized and prepared
+ *     product   gate and up, the activation, times the routing weight                    (moe_product)
+ *     rows      that, quantized and prepared
+ *     product   down
+ *     combine   each row's pairs in ascending expert id
+ *
+ * Results lie pair by pair between the products, so a pair's values never meet another's before combine
+ * adds them in a fixed order. f32 activations or weights and odd mixes of formats go through plain dot
+ * products, a warp each.
+ */
+#include "kernels/moe/moe_cuda.cuh"
+
+#include "kernels/cuda/math.cuh"
+
+static const unsigned ALL = 0xffffffffu;
+enum { THREADS = 256, WARPS = THREADS / 32 };
+
+/* ------------------------------------------------------------------ plan */
+
+/* Exclusive sums of (a, b) over the block's threads in *a, *b; totals in *sum_a, *sum_b. */
+static __device__ __forceinline__ void block_scan(int32_t *a, int32_t *b, int32_t *sum_a,
+                                                  int32_t *sum_b, int32_t (*room)[32])
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n = blockDim.x / 32;
+    int32_t x = *a, y = *b;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const int32_t u = __shfl_up_sync(ALL, x, d), v = __shfl_up_sync(ALL, y, d);
+        if (lane >= d) x += u, y += v;
+    }
+    __syncthreads(); /* room may still be read from */
+    if (lane == 31) room[0][warp] = x, room[1][warp] = y;
+    __syncthreads();
+    int32_t before_a = 0, before_b = 0, all_a = 0, all_b = 0;
+    for (int i = 0; i < n; i++) {
+        if (i < warp) before_a += room[0][i], before_b += room[1][i];
+        all_a += room[0][i], all_b += room[1][i];
+    }
+    *a = before_a + x - *a, *b = before_b + y - *b;
+    *sum_a = all_a, *sum_b = all_b;
+}
+
+/* The expert of pair i, -1: none. */
+static __device__ __forceinline__ int32_t expert_of(const int32_t *experts, int32_t i, int32_t n,
+                                                    int32_t E)
+{
+    const int32_t e = i < n ? experts[i] : -1;
+    return e >= 0 && e < E ? e : -1;
+}
+
+/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. */
+static __global__ void plan_kernel(const int32_t *experts, int32_t n, int32_t E,
+                                   struct moe_plan plan)
+{
+    extern __shared__ int32_t hist[];
+    __shared__ int32_t room[2][32];
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    const int32_t each = ((n + warps - 1) / warps + 31) / 32 * 32;
+    const int32_t begin = threadIdx.x / 32 * each, end = begin + each < n ? begin + each : n;
+    int32_t *mine = hist + (int64_t)(threadIdx.x / 32) * E;
+    for (int32_t e = threadIdx.x; e < warps * E; e += blockDim.x) hist[e] = 0;
+    __syncthreads();
+    for (int32_t i = begin; i < end; i += 32) {
+        const int32_t e = expert_of(experts, i + lane, end, E);
+        const unsigned same = __match_any_sync(ALL, e);
+        if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
+        __syncwarp();
+    }
+    __syncthreads();
+    int32_t pairs = 0, tiles = 0;
+    for (int32_t e0 = 0; e0 < E; e0 += (int32_t)blockDim.x) {
+        const int32_t e = e0 + (int32_t)threadIdx.x;
+        int32_t count = 0;
+        for (int w = 0; w < warps && e < E; w++) {
+            const int32_t c = hist[(int64_t)w * E + e];
+            hist[(int64_t)w * E + e] = count;
+            count += c;
+        }
+        const int32_t n_tiles = (count + plan.tokens - 1) / plan.tokens;
+        int32_t first = count, tile = n_tiles, sum_pairs, sum_tiles;
+        block_scan(&first, &tile, &sum_pairs, &sum_tiles, room);
+        first += pairs, tile += tiles;
+        pairs += sum_pairs, tiles += sum_tiles;
+        for (int w = 0; w < warps && e < E; w++) hist[(int64_t)w * E + e] += first;
+        for (int32_t i = 0; i < n_tiles; i++) {
+            const int32_t at = i * plan.tokens;
+            plan.tiles[tile + i] = {e, first + at,
+                                    count - at < plan.tokens ? count - at : plan.tokens};
+        }
+    }
+    if (threadIdx.x == 0) *plan.n_pairs = pairs, *plan.n_tiles = tiles;
+    __syncthreads();
+    for (int32_t i = begin; i < end; i += 32) {
+        const int32_t e = expert_of(experts, i + lane, end, E);
+        const unsigned same = __match_any_sync(ALL, e);
+        int32_t at = -1;
+        if (e >= 0) at = mine[e] + __popc(same & ((1u << lane) - 1));
+        __syncwarp();
+        if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
+        __syncwarp();
+        if (i + lane < end) plan.place[i + lane] = at;
+        if (at >= 0) plan.order[at] = i + lane;
+    }
+}
+
+static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t tokens,
+                     struct moe_plan *plan)
+{
+    const int64_t n = (int64_t)p->T * p->k;
+    /* An expert has at most one tile that is not full. */
+    const int64_t tiles = n / tokens + (n < p->E ? n : p->E);
+    if (n > INT32_MAX / 2 || tiles > INT32_MAX / 4) return TOW_EINVAL;
+    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(2 * n + 2 + 3 * tiles) * 4);
+    int warps = (int)((s->max_shared - 1024) / 4 / p->E);
+    if (!m) return TOW_ENOMEM;
+    if (warps < 1) return TOW_EINVAL;
+    warps = warps > 32 ? 32 : warps;
+    if (warps > 4 && warps > cuda_ceil(n, 32)) warps = n > 128 ? (int)cuda_ceil(n, 32) : 4;
+    *plan = {m,     m + 1, m + 2, m + 2 + n, (struct moe_tile *)(m + 2 + 2 * n), (int32_t)tiles,
+             tokens};
+    CUDA_SHARED(plan_kernel, s->max_shared - 1024);
+    plan_kernel<<<1, (unsigned)warps * 32, (size_t)warps *(size_t)p->E * 4, s->cu>>>(
+        p->experts, (int32_t)n, p->E, *plan);
+    return cuda_done(s, "moe");
+}
+
+/* ------------------------------------------------------------------ rows for the matrix unit */
+
+struct rows {
+    const uint16_t *x; /* [n, k] bf16 */
+    uint16_t *out;     /* [n, kp], prepared */
+    struct moe_plan plan;
+    const int32_t *experts;
+    const struct cuda_weight *w; /* for input scales: rows are pairs'; else NULL */
+    int32_t k, kp, slots;
+    bool pairs;  /* there are as many rows as pairs */
+    bool gather; /* row i is made of the row of x that pair i has */
+    enum kern_act_quant aq;
+};
+
+/* e4m3 round trip of a block of 128, four values a lane. */
+static __device__ __forceinline__ void round_a128(float (&v)[4])
+{
+    float m = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) m = fmaxf(m, fabsf(v[i]));
+    const uint8_t c = kern_e4m3_scale_code(dev_warp_max(m));
+    const float scale = kern_ue8m0_decode(c), inverse = kern_ue8m0_inverse(c);
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        v[i] = dev_e4m3_decode(__nv_cvt_float_to_fp8(v[i] * inverse, __NV_SATFINITE, __NV_E4M3)) *
+               scale;
+}
+/* e2m1 round trip of a block of 16 with scale g * e4m3, a quarter of it a lane; the result lacks g if
+ * without. */
+static __device__ __forceinline__ void round_nvfp4(float (&v)[4], float g, bool without)
+{
+    float m = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; i++) m = fmaxf(m, fabsf(v[i]));
+    m = fmaxf(m, __shfl_xor_sync(ALL, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(ALL, m, 2));
+    /* In double as on the CPU, where a float quotient could land on a tie. */
+    const float code = dev_e4m3_decode(kern_e4m3_encode((float)((double)m / 6.0 / (double)g)));
+    const double scale = (double)code * (double)g;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float e =
+            scale > 0 ? dev_e2m1_decode(kern_e2m1_encode((float)((double)v[i] / scale))) : 0.0f;
+        v[i] = without ? e * code : (float)((double)e * scale);
+    }
+}
+
+/* A warp for each 128 values. */
+static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_constant__ struct rows p)
+{
+    const int lane = threadIdx.x % 32;
+    const int64_t row = blockIdx.x;
+    const int32_t k0 = ((int32_t)blockIdx.y * WARPS + threadIdx.x / 32) * 128 + lane * 4;
+    if (k0 >= p.kp || (p.pairs && row >= *p.plan.n_pairs)) return; /* whole warps */
+    const uint16_t *x = p.x + (p.gather ? p.plan.order[row] / p.slots : row) * (int64_t)p.k;
+    float v[4];
+    if (k0 + 4 <= p.k && ((uintptr_t)(x + k0) & 7) == 0) {
+        const uint2 a = *(const uint2 *)(x + k0);
+        v[0] = kern_float(a.x << 16), v[1] = kern_float(a.x & 0xffff0000u);
+        v[2] = kern_float(a.y << 16), v[3] = kern_float(a.y & 0xffff0000u);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) v[i] = k0 + i < p.k ? kern_bf16_decode(x[k0 + i]) : 0.0f;
+    }
+    if (p.aq == KERN_AQ_A128) round_a128(v);
+    if (p.aq == KERN_AQ_NVFP4) round_nvfp4(v, p.w[p.experts[p.plan.order[row]]].input_scale, true);
+    /* Values 8 j + {0, 4, 1, 5 | 2, 6, 3, 7}: a lane and its neighbour have the halves of eight. */
+    const bool odd = lane & 1;
+    const float a = __shfl_xor_sync(ALL, odd ? v[0] : v[2], 1);
+    const float b = __shfl_xor_sync(ALL, odd ? v[1] : v[3], 1);
+    const uint32_t lo = odd ? kern_bf16_encode(a) | (uint32_t)kern_bf16_encode(v[2]) << 16
+                            : kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(a) << 16;
+    const uint32_t hi = odd ? kern_bf16_encode(b) | (uint32_t)kern_bf16_encode(v[3]) << 16
+                            : kern_bf16_encode(v[1]) | (uint32_t)kern_bf16_encode(b) << 16;
+    const int piece = lane / 2 % 4 * 4 + lane / 8;
+    uint16_t *out = p.out + row * p.kp + k0 / 128 * 128 + piece * 8 + odd * 4;
+    *(uint2 *)out = make_uint2(lo, hi);
+}
+
+static void launch_rows(struct kern_stream *s, const struct rows *p, int64_t n)
+{
+    const dim3 grid((unsigned)n, (unsigned)cuda_ceil(p->kp / 128, WARPS));
+    rows_kernel<<<grid, THREADS, 0, s->cu>>>(*p);
+}
+
+/* ------------------------------------------------------------------ combine */
+
+struct combine {
+    const void *z; /* [n_pairs, D] act */
+    struct moe_plan plan;
+    const int32_t *experts;
+    float *out; /* [T, D] */
+    int32_t D, k, E;
+    enum kern_dtype act;
+};
+
+static __global__ void __launch_bounds__(THREADS)
+    combine_kernel(const __grid_constant__ struct combine p)
+{
+    extern __shared__ int32_t
+        list[]; /* [k] places of the row's pairs, ascending expert, then slot */
+    __shared__ int32_t n;
+    const int64_t t = blockIdx.x;
+    const int32_t *experts = p.experts + t * p.k, *place = p.plan.place + t * p.k;
+    if (threadIdx.x == 0) n = 0;
+    __syncthreads();
+    for (int32_t i = threadIdx.x; i < p.k; i += THREADS) {
+        if (place[i] < 0) continue;
+        int32_t rank = 0;
+        for (int32_t j = 0; j < p.k; j++)
+            rank +=
+                place[j] >= 0 && (experts[j] < experts[i] || (experts[j] == experts[i] && j < i));
+        list[rank] = place[i];
+        atomicAdd(&n, 1);
+    }
+    __syncthreads();
+    const int32_t c = ((int32_t)blockIdx.y * THREADS + threadIdx.x) * 8;
+    if (c >= p.D) return;
+    float sum[8] = {};
+    if (p.D % 8 == 0 && p.act == KERN_BF16) {
+        for (int32_t i = 0; i < n; i++) {
+            const uint4 a = *(const uint4 *)((const uint16_t *)p.z + (int64_t)list[i] * p.D + c);
+            const uint32_t w[4] = {a.x, a.y, a.z, a.w};
+#pragma unroll
+            for (int q = 0; q < 8; q++)
+                sum[q] += kern_float(q % 2 ? w[q / 2] & 0xffff0000u : w[q / 2] << 16);
+        }
+    } else {
+        for (int32_t i = 0; i < n; i++)
+            for (int q = 0; q < 8 && c + q < p.D; q++)
+                sum[q] += dev_load(p.z, (int64_t)list[i] * p.D + c + q, p.act);
+    }
+    float *out = p.out + t * p.D + c;
+    if (p.D % 8 == 0 && ((uintptr_t)p.out & 15) == 0) {
+        *(float4 *)out = make_float4(sum[0], sum[1], sum[2], sum[3]);
+        *(float4 *)(out + 4) = make_float4(sum[4], sum[5], sum[6], sum[7]);
+    } else {
+        for (int q = 0; q < 8 && c + q < p.D; q++) out[q] = sum[q];
+    }
+}
+
+static void launch_combine(struct kern_stream *s, const struct kern_moe *p,
+                           const struct moe_plan *plan, const void *z)
+{
+    const struct combine c = {z, *plan, p->experts, p->out, p->D, p->k, p->E, p->act};
+    const dim3 grid((unsigned)p->T, (unsigned)cuda_ceil(p->D, 8 * THREADS));
+    combine_kernel<<<grid, THREADS, (size_t)p->k * 4, s->cu>>>(c);
+}
+
+/* ------------------------------------------------------------------ plain dot products */
+
+static __device__ __forceinline__ float stored_at(const struct moe_matrix &m,
+                                                  const struct cuda_weight &w, int64_t n, int64_t k)
+{
+    const uint8_t *d = w.data + n * m.row_bytes;
+    const int64_t row = m.fmt == KERN_W_FP8 ? n / 128 : n;
+    const int64_t col = k / (m.fmt == KERN_W_FP8 ? 128 : m.fmt == KERN_W_MXFP4 ? 32 : 16);
+    const uint8_t *at = w.scale + row * m.scale_bytes;
+    float scale = 1.0f;
+    if (m.sfmt == KERN_S_UE8M0) scale = kern_ue8m0_decode(at[col]);
+    if (m.sfmt == KERN_S_E4M3) scale = dev_e4m3_decode(at[col]);
+    if (m.sfmt == KERN_S_F32) scale = ((const float *)at)[col];
+    switch (m.fmt) {
+    case KERN_W_F32: return ((const float *)d)[k];
+    case KERN_W_BF16: return kern_bf16_decode(((const uint16_t *)d)[k]);
+    case KERN_W_FP8: return dev_e4m3_decode(d[k]) * scale;
+    default: return dev_e2m1_decode(kern_nibble(d, k)) * scale;
+    }
+}
+/* x . row n; all lanes get it. */
+static __device__ __forceinline__ float plain_dot(const struct moe_matrix &m,
+                                                  const struct cuda_weight &w, const float *x,
+                                                  int64_t n, int32_t k)
+{
+    float sum = 0.0f;
+    for (int32_t i = threadIdx.x % 32; i < k; i += 32) sum = fmaf(x[i], stored_at(m, w, n, i), sum);
+    sum = dev_warp_sum(sum);
+    return m.fmt == KERN_W_NVFP4 ? sum * w.scale2 : sum;
+}
+
+struct plain {
+    struct moe_plan plan;
+    struct moe_matrix a, b;
+    const float *x0, *x1; /* [., k] by pair or by row of the batch */
+    const int32_t *experts;
+    const float *weights;
+    float *out; /* [n_pairs, rows] */
+    int32_t rows, k, slots;
+    float limit;
+    bool by_pair, up;
+    enum kern_dtype act;
+};
+/* A warp for each result. */
+static __global__ void __launch_bounds__(THREADS)
+    plain_kernel(const __grid_constant__ struct plain p)
+{
+    const int64_t pair = blockIdx.x, n = (int64_t)blockIdx.y * WARPS + threadIdx.x / 32;
+    if (pair >= *p.plan.n_pairs || n >= p.rows) return;
+    const int32_t from = p.plan.order[pair], e = p.experts[from];
+    const int64_t at = (p.by_pair ? pair : from / p.slots) * (int64_t)p.k;
+    float v = dev_round(plain_dot(p.a, p.a.w[e], p.x0 + at, n, p.k), p.act);
+    if (p.up) {
+        const float u = dev_round(plain_dot(p.b, p.b.w[e], p.x1 + at, n, p.k), p.act);
+        v = dev_round(dev_gate(v, u, p.limit) * p.weights[from], p.act);
+    }
+    if (threadIdx.x % 32 == 0) p.out[pair * p.rows + n] = v;
+}
+
+struct plain_rows {
+    const void *x; /* [n, k] type */
+    float *out;    /* [n, k]; may be x where rows are not gathered */
+    struct moe_plan plan;
+    const int32_t *experts;
+    const struct cuda_weight *w;
+    int32_t k, slots;
+    bool pairs, gather;
+    enum kern_dtype type;
+    enum kern_act_quant aq;
+};
+static __global__ void __launch_bounds__(32)
+    plain_rows_kernel(const __grid_constant__ struct plain_rows p)
+{
+    const int64_t row = blockIdx.x;
+    const int lane = threadIdx.x;
+    if (p.pairs && row >= *p.plan.n_pairs) return;
+    const int64_t from = (p.gather ? p.plan.order[row] / p.slots : row) * (int64_t)p.k;
+    for (int32_t b = 0; b < p.k; b += 128) {
+        float v[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int32_t c = b + lane * 4 + i;
+            v[i] = c < p.k ? dev_load(p.x, from + c, p.type) : 0.0f;
+        }
+        if (p.aq == KERN_AQ_A128) round_a128(v);
+        if (p.aq == KERN_AQ_NVFP4)
+            round_nvfp4(v, p.w[p.experts[p.plan.order[row]]].input_scale, false);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int32_t c = b + lane * 4 + i;
+            if (c < p.k) p.out[row * p.k + c] = v[i];
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ the op */
+
+static struct moe_matrix matrix_of(const struct kern_weight *w, const struct cuda_weight *table)
+{
+    return {table, w->row_bytes, w->scale_row_bytes, w->fmt, w->sfmt};
+}
+
+static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
+                         const struct moe_matrix *w1, const struct moe_matrix *w2,
+                         const struct moe_matrix *w3, const struct moe_plan *plan)
+{
+    const int64_t n = (int64_t)p->T * p->k;
+    const bool by_pair = p->aq == KERN_AQ_NVFP4;
+    const int64_t x_rows = by_pair ? 2 * n : p->T;
+    float *x = (float *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)(x_rows * p->D) * 4);
+    float *y = (float *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)(n * p->I) * 4);
+    float *z = (float *)cuda_scratch(s, CUDA_SLOT_OP3, (size_t)(n * p->D) * 4);
+    if (!x || !y || !z) return TOW_ENOMEM;
+    float *x1 = by_pair ? x + n * p->D : x;
+    struct plain_rows r = {p->x, x,       *plan,   p->experts, w1->w, p->D,
+                           p->k, by_pair, by_pair, p->act,     p->aq};
+    plain_rows_kernel<<<(unsigned)(by_pair ? n : p->T), 32, 0, s->cu>>>(r);
+    if (by_pair) {
+        r.w = w3->w, r.out = x1;
+        plain_rows_kernel<<<(unsigned)n, 32, 0, s->cu>>>(r);
+    }
+    struct plain q = {*plan, *w1,  *w3,  x,        x1,      p->experts, p->weights, y,
+                      p->I,  p->D, p->k, p->limit, by_pair, true,       p->act};
+    plain_kernel<<<dim3((unsigned)n, (unsigned)cuda_ceil(p->I, WARPS)), THREADS, 0, s->cu>>>(q);
+    r = {y, y, *plan, p->experts, w2->w, p->I, p->k, true, false, KERN_F32, p->aq};
+    plain_rows_kernel<<<(unsigned)n, 32, 0, s->cu>>>(r);
+    q.a = *w2, q.x0 = y, q.out = z;
+    q.rows = p->D, q.k = p->I, q.by_pair = true, q.up = false;
+    plain_kernel<<<dim3((unsigned)n, (unsigned)cuda_ceil(p->D, WARPS)), THREADS, 0, s->cu>>>(q);
+    struct kern_moe f = *p;
+    f.act = KERN_F32; /* z is: rounded where it must be, but not packed */
+    launch_combine(s, &f, plan, z);
+    return cuda_done(s, "moe");
+}
+
+static int product(struct kern_stream *s, const struct moe_product *p)
+{
+    switch (p->a.fmt) {
+    case KERN_W_MXFP4: return moe_product_mxfp4(s, p);
+    case KERN_W_NVFP4: return moe_product_nvfp4(s, p);
+    case KERN_W_FP8: return moe_product_fp8(s, p);
+    case KERN_W_BF16: return moe_product_bf16(s, p);
+    default: return TOW_EINVAL;
+    }
+}
+
+static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
+                         const struct moe_matrix *w1, const struct moe_matrix *w2,
+                         const struct moe_matrix *w3, const struct moe_plan *plan)
+{
+    const int64_t n = (int64_t)p->T * p->k;
+    const bool by_pair = p->aq == KERN_AQ_NVFP4; /* x is quantized by the expert's scales */
+    const int32_t dp = (int32_t)(cuda_ceil(p->D, MOE_PAD) * MOE_PAD);
+    const int32_t ip = (int32_t)(cuda_ceil(p->I, MOE_PAD) * MOE_PAD);
+    const int64_t wide = p->D > p->I ? p->D : p->I;
+    uint16_t *x =
+        (uint16_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)((by_pair ? 2 * n : p->T) * dp) * 2);
+    uint16_t *y = (uint16_t *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)(n * ip) * 2);
+    /* First the activations, which are done with once they are quantized; then the results. */
+    uint16_t *z = (uint16_t *)cuda_scratch(s, CUDA_SLOT_OP3, (size_t)(n * wide) * 2);
+    if (!x || !y || !z) return TOW_ENOMEM;
+
+    struct rows r = {(const uint16_t *)p->x,
+                     x,
+                     *plan,
+                     p->experts,
+                     w1->w,
+                     p->D,
+                     dp,
+                     p->k,
+                     by_pair,
+                     by_pair,
+                     p->aq};
+    launch_rows(s, &r, by_pair ? n : p->T);
+    uint16_t *x1 = x + n * dp;
+    if (by_pair) {
+        r.w = w3->w, r.out = x1;
+        launch_rows(s, &r, n);
+    }
+    struct moe_product q = {*plan, *w1,  *w3, x,    by_pair ? x1 : NULL, by_pair,  by_pair, true,
+                            p->I,  p->D, dp,  p->k, p->weights,          p->limit, z};
+    int rc = product(s, &q);
+    if (rc < 0) return rc;
+    r = {z, y, *plan, p->experts, w2->w, p->I, ip, p->k, true, false, p->aq};
+    launch_rows(s, &r, n);
+    q.a = q.b = *w2;
+    q.x0 = y, q.x1 = NULL, q.by_pair = true, q.up = false;
+    q.rows = p->D, q.k = p->I, q.kp = ip, q.out = z;
+    rc = product(s, &q);
+    if (rc < 0) return rc;
+    launch_combine(s, p, plan, z);
+    return cuda_done(s, "moe");
+}
+
+static bool tiles_fit(const struct kern_moe *p, const struct kern_weight *w)
+{
+    if (p->aq == KERN_AQ_NVFP4 && w->fmt != KERN_W_NVFP4) return false;
+    switch (w->fmt) {
+    case KERN_W_MXFP4: return w->sfmt == KERN_S_UE8M0;
+    case KERN_W_NVFP4: return w->sfmt == KERN_S_E4M3;
+    case KERN_W_FP8: return w->sfmt == KERN_S_UE8M0 || w->sfmt == KERN_S_F32;
+    case KERN_W_BF16: return w->sfmt == KERN_S_NONE;
+    default: return false;
+    }
+}
+static bool is_fp4(const struct kern_weight *w)
+{
+    return w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4;
+}
+
+extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
+{
+    if (p->T == 0) return 0;
+    const struct cuda_weight *t1 = cuda_weights_of(s, p->w1), *t2 = cuda_weights_of(s, p->w2),
+                             *t3 = cuda_weights_of(s, p->w3);
+    if (!t1 || !t2 || !t3) return TOW_EINVAL;
+    const struct moe_matrix w1 = matrix_of(p->w1, t1), w2 = matrix_of(p->w2, t2),
+                            w3 = matrix_of(p->w3, t3);
+    const bool tiled = p->act == KERN_BF16 && tiles_fit(p, p->w1) && tiles_fit(p, p->w2) &&
+                       tiles_fit(p, p->w3) && p->w1->sfmt == p->w3->sfmt;
+    /* Pairs of a tile: all of an expert's, mostly; a choice that changes no bit. */
+    const int64_t mean = (int64_t)p->T * p->k / p->E;
+    int32_t tokens = p->T <= 8 ? 8 : 32;
+    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && p->aq != KERN_AQ_NVFP4 && s->arch == 90)
+        tokens = 128;
+    struct moe_plan plan;
+    int rc = make_plan(s, p, tokens, &plan);
+    if (rc < 0) return rc;
+    return tiled ? tiled_experts(s, p, &w1, &w2, &w3, &plan)
+                 : plain_experts(s, p, &w1, &w2, &w3, &plan);
+}

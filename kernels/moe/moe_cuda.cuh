@@ -1,0 +1,60 @@
+/* kernels/moe/moe_cuda.cuh - what the kernels of the moe op tell each other: sorted pairs, tiles of them,
+ * prepared rows, and one product of all experts.
+ *
+ * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, then row, then slot. A tile
+ *          is up to as many neighbouring pairs of one expert as a block multiplies at once.
+ * Rows     A prepared row is bf16, padded with zeros to a multiple of MOE_PAD, and in the order in which
+ *          a thread of the product reads it: of each 128 values, 16-byte piece j * 4 + t holds values
+ *          32 t + 8 j + {0, 4, 1, 5, 2, 6, 3, 7}. See moe_product.cuh.
+ */
+#ifndef KERN_MOE_CUDA_CUH
+#define KERN_MOE_CUDA_CUH
+
+#include "kernels/cuda/cuda.cuh"
+
+enum { MOE_PAD = 256 };
+
+struct moe_tile {
+    int32_t expert, first, n; /* pairs first .. first+n-1 */
+};
+/* On the device. */
+struct moe_plan {
+    int32_t *n_tiles, *n_pairs; /* [1] */
+    int32_t *order;             /* [n_pairs]: row * k + slot of a pair */
+    int32_t *place;             /* [T * k]: where in order, or -1 */
+    struct moe_tile *tiles;
+    int32_t max_tiles; /* of T * k pairs, however they fall */
+    int32_t tokens;    /* pairs of a tile */
+};
+
+/* One matrix of each expert. */
+struct moe_matrix {
+    const struct cuda_weight *w; /* device [E] */
+    int64_t row_bytes, scale_bytes;
+    enum kern_wfmt fmt;
+    enum kern_sfmt sfmt;
+};
+
+/* Gate and up: out[i] = round(weight * gate(round(x0 . a), round(x1 . b))), or down:
+ * out[i] = round(x0 . a); i counts pairs. */
+struct moe_product {
+    struct moe_plan plan;
+    struct moe_matrix a, b;
+    const uint16_t *x0, *x1; /* prepared rows of kp values; x1 NULL: the same */
+    bool by_pair;            /* row i is pair i's, else a row of the batch */
+    bool input_scaled;       /* sums are multiplied with input_scale (4-bit activations) */
+    bool up;
+    int32_t rows, k, kp; /* of a matrix: rows, inner width, that padded */
+    int32_t slots;       /* k of the op */
+    const float *weights;
+    float limit;
+    uint16_t *out; /* [n_pairs, rows] */
+};
+
+/* Enqueues the product for tiles of 8, 32 or (4-bit weights) 128 pairs. */
+int moe_product_mxfp4(struct kern_stream *s, const struct moe_product *p);
+int moe_product_nvfp4(struct kern_stream *s, const struct moe_product *p);
+int moe_product_fp8(struct kern_stream *s, const struct moe_product *p);
+int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
+
+#endif

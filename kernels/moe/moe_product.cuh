@@ -1,0 +1,431 @@
+/* kernels/moe/moe_product.cuh - tiles of pairs times their expert's stored weights on the matrix unit.
+ *
+ * Plan     A block takes one tile of pairs and 2 x ROWS weight rows: the same ROWS of w1 and w3, or 2 x
+ *          ROWS of w2. Weights stand on the 16-row side of mma.m16n8k16, pairs on the 8-column side, so
+ *          a warp decodes each of its 32 weight rows once, in registers, and multiplies all pairs with it.
+ *          Codes, scales and x come through a ring of stages in shared memory, by cp.async.
+ * Order    Of each 128 values of the inner width, thread t of four owns 32 t .. 32 t + 31: for 4-bit codes
+ *          that is one 16-byte load and one scale (mxfp4) or two (nvfp4). A step of 16 takes four values
+ *          of each of the four threads; which stand in which place of a fragment is free as long as x
+ *          stands the same (moe_cuda.cuh, Rows). The chain of steps is the same for every tile size, so
+ *          a row has the same bits in any batch.
+ * Exact    A value (code times its scale) is made in bf16 without rounding; fp8's block scale and all
+ *          second scales multiply sums.
+ */
+#ifndef KERN_MOE_PRODUCT_CUH
+#define KERN_MOE_PRODUCT_CUH
+
+#include "kernels/cuda/math.cuh"
+#include "kernels/moe/moe_cuda.cuh"
+
+/* Of 128 values of a row: bytes of codes, bytes of scales staged with them. */
+template <enum kern_wfmt F> struct moe_format {
+    enum {
+        CODES = F == KERN_W_BF16  ? 256
+                : F == KERN_W_FP8 ? 128
+                                  : 64,
+        SCALES = F == KERN_W_MXFP4   ? 4
+                 : F == KERN_W_NVFP4 ? 8
+                                     : 0,
+        FP4 = F == KERN_W_MXFP4 || F == KERN_W_NVFP4,
+    };
+};
+
+template <enum kern_wfmt F, int NT, bool TWO> struct moe_shape {
+    enum {
+        WARPS = NT >= 8 ? 8 : 4,
+        THREADS = 32 * WARPS,
+        ROWS = 16 * WARPS,
+        TOKENS = 8 * NT,
+        BLOCKS = NT <= 4 && moe_format<F>::FP4 ? 2 : 1, /* of 128 values, in a stage */
+        CODES = moe_format<F>::CODES * BLOCKS,          /* bytes of a row in a stage */
+        SCALES = moe_format<F>::SCALES * BLOCKS,
+        X = 256 * BLOCKS,
+        SCALES_AT = 2 * ROWS * CODES,
+        X_AT = SCALES_AT + 2 * ROWS * SCALES,
+        X1_AT = X_AT + TOKENS * X,
+        STAGE = X1_AT + (TWO ? TOKENS * X : 0),
+        PER_SM = NT >= 8          ? 1
+                 : NT >= 4 || TWO ? 2
+                                  : 3, /* blocks meant to share a multiprocessor */
+    };
+};
+
+static __device__ __forceinline__ void moe_copy16(uint32_t to, const void *from, bool real)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(real ? 16 : 0)
+                 : "memory");
+}
+template <int N> static __device__ __forceinline__ void moe_copy(uint32_t to, const void *from)
+{
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N)
+                 : "memory");
+}
+static __device__ __forceinline__ void moe_commit(void)
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/* All but the newest n groups of this thread have landed. */
+static __device__ __forceinline__ void moe_wait(int n)
+{
+    if (n <= 0)
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    else if (n == 1)
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    else
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+}
+
+static __device__ __forceinline__ void moe_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                               uint32_t b1)
+{
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+static __device__ __forceinline__ uint32_t moe_mul(uint32_t a, uint32_t b)
+{
+    uint32_t r;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+    return r;
+}
+static __device__ __forceinline__ uint32_t moe_twice(uint32_t bf16)
+{
+    return bf16 << 16 | bf16;
+}
+
+/* What a row's codes are multiplied with; more says that `then` differs from 1. */
+struct moe_factor {
+    uint32_t first, then;
+};
+
+/* e2m1 moved under a bf16's exponent counts 2^-126 of its value; that is made good by the factor. */
+static __device__ __forceinline__ struct moe_factor moe_factor_ue8m0(uint32_t b, bool *more)
+{
+    struct moe_factor f;
+    f.first = moe_twice((b <= 128 ? b + 126 : 253) << 7);
+    f.then = moe_twice(b <= 128 ? 0x3f80u : b == 255 ? 0x7fc0u : b << 7);
+    *more |= b > 128;
+    return f;
+}
+/* 2^117 of the scale: nine powers of two are left to the sum, lest large scales overflow. */
+enum { MOE_NVFP4_LEFT = 512 };
+static __device__ __forceinline__ uint32_t moe_factor_e4m3(uint32_t c)
+{
+    const uint32_t v = (c & 0x80u) << 8 | (c & 0x7fu) << 4;
+    if ((c & 0x7fu) == 0x7fu) return moe_twice(0x7fc0u);
+    return moe_mul(moe_mul(moe_twice(v), moe_twice(0x7b80u)), moe_twice(0x7a00u));
+}
+
+/* Codes p and p + 4 of eight, p = 0 .. 3, as two bf16. */
+static __device__ __forceinline__ void moe_e2m1(uint32_t w, uint32_t (&r)[4])
+{
+    r[0] = (w << 12 & 0x80008000u) | (w << 6 & 0x01c001c0u);
+    r[1] = (w << 8 & 0x80008000u) | (w << 2 & 0x01c001c0u);
+    r[2] = (w << 4 & 0x80008000u) | (w >> 2 & 0x01c001c0u);
+    r[3] = (w & 0x80008000u) | (w >> 6 & 0x01c001c0u);
+}
+/* The same of eight e4m3 codes, of their values. */
+static __device__ __forceinline__ void moe_e4m3(uint2 w, uint32_t (&r)[4])
+{
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        const uint32_t x = __byte_perm(w.x, w.y, p << 4 | (4 + p) << 12 | p | (4 + p) << 8);
+        r[p] = moe_mul((x & 0x80008000u) | (x >> 4 & 0x07f007f0u), moe_twice(0x7b80u));
+    }
+    const uint32_t nan =
+        (((w.x & 0x7f7f7f7fu) + 0x01010101u) | ((w.y & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u;
+    if (nan == 0) return;
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        if ((w.x >> 8 * p & 0x7f) == 0x7f) r[p] |= 0x7fc0u;
+        if ((w.y >> 8 * p & 0x7f) == 0x7f) r[p] |= 0x7fc00000u;
+    }
+}
+/* The same of eight bf16. */
+static __device__ __forceinline__ void moe_bf16(uint4 w, uint32_t (&r)[4])
+{
+    r[0] = __byte_perm(w.x, w.z, 0x5410);
+    r[1] = __byte_perm(w.x, w.z, 0x7632);
+    r[2] = __byte_perm(w.y, w.w, 0x5410);
+    r[3] = __byte_perm(w.y, w.w, 0x7632);
+}
+
+/* What a block works on. */
+struct moe_job {
+    const uint8_t *data[2], *scale[2]; /* of the two groups of weight rows: their first row */
+    int32_t left[2];                   /* rows there are from that on */
+    int32_t n;                         /* pairs */
+};
+
+/* Codes, scales and x of stage `it`, to shared memory at `to`. */
+template <enum kern_wfmt F, int NT, bool TWO>
+static __device__ __forceinline__ void moe_load(const struct moe_product &p,
+                                                const struct moe_job &j, const int32_t *x_row,
+                                                int it, uint8_t *to)
+{
+    using S = moe_shape<F, NT, TWO>;
+    enum {
+        PIECES = S::CODES / 16,
+        ROWS_AT_ONCE = S::THREADS / PIECES,
+        X_PIECES = S::X / 16,
+    };
+    const int tid = threadIdx.x;
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    {
+        const int r = tid / PIECES, c = tid % PIECES;
+        const int64_t off = (int64_t)it * S::CODES + c * 16;
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+#pragma unroll
+            for (int i = 0; i < S::ROWS; i += ROWS_AT_ONCE) {
+                const int row = r + i;
+                const bool real = row < j.left[m] && off < p.a.row_bytes;
+                const int swizzled = S::BLOCKS == 2 ? c ^ (row & 1) << 2 : c;
+                moe_copy16(at + (m * S::ROWS + row) * S::CODES + swizzled * 16,
+                           real ? j.data[m] + row * p.a.row_bytes + off : j.data[0], real);
+            }
+    }
+    if (S::SCALES > 0) { /* a thread for each row */
+        const int m = tid / S::ROWS, row = tid % S::ROWS;
+        const int64_t off = (int64_t)it * S::SCALES;
+        const int32_t left = m ? j.left[1] : j.left[0];
+        const uint8_t *from = (m ? j.scale[1] : j.scale[0]) + row * p.a.scale_bytes + off;
+        uint8_t *dst = to + S::SCALES_AT + tid * S::SCALES;
+        if (row < left && p.a.scale_bytes % (S::SCALES ? S::SCALES : 1) == 0 &&
+            off < p.a.scale_bytes) {
+            moe_copy<S::SCALES ? S::SCALES : 4>(at + S::SCALES_AT + tid * S::SCALES, from);
+        } else {
+            for (int i = 0; i < S::SCALES; i++)
+                dst[i] = row < left && off + i < p.a.scale_bytes ? from[i] : 0;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < S::TOKENS * X_PIECES; i += S::THREADS) {
+        const int n = (i + tid) / X_PIECES, c = (i + tid) % X_PIECES;
+        if (n >= (j.n + 7) / 8 * 8) break;
+        const int64_t off = (int64_t)x_row[n] * p.kp + (int64_t)it * (S::X / 2) + c * 8;
+        const uint32_t dst = at + S::X_AT + n * S::X + (c ^ (n & 1) << 2) * 16;
+        moe_copy16(dst, p.x0 + off, n < j.n);
+        if (TWO) moe_copy16(dst + S::X1_AT - S::X_AT, p.x1 + off, n < j.n);
+    }
+}
+
+/* The two warp-wide groups of 16 weight rows times all pairs, over a stage. scale: fp8's block scales of
+ * the groups. */
+template <enum kern_wfmt F, int NT, bool TWO>
+static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_groups,
+                                                   const float (&scale)[2], float (&acc)[2][NT][4])
+{
+    using S = moe_shape<F, NT, TWO>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    const int row0 = warp * 16 + g; /* of group 0; the others: + 8, + ROWS, + ROWS + 8 */
+#pragma unroll
+    for (int kb = 0; kb < S::BLOCKS; kb++) {
+        uint4 code[4];
+        struct moe_factor f[4][F == KERN_W_NVFP4 ? 2 : 1];
+        bool more = false;
+        float part[2][NT][4]; /* fp8: sums of this block */
+#pragma unroll
+        for (int r = 0; r < 4; r++) {
+            const int row = row0 + (r & 1) * 8 + (r >> 1) * S::ROWS;
+            const uint8_t *sc = stage + S::SCALES_AT + row * S::SCALES;
+            if (moe_format<F>::FP4) {
+                const int c = S::BLOCKS == 2 ? (kb * 4 + t) ^ (g & 1) << 2 : t;
+                code[r] = *(const uint4 *)(stage + row * S::CODES + c * 16);
+            }
+            if (F == KERN_W_MXFP4) f[r][0] = moe_factor_ue8m0(sc[kb * 4 + t], &more);
+            if (F == KERN_W_NVFP4) {
+                const uint32_t two = *(const uint16_t *)(sc + kb * 8 + t * 2);
+                f[r][0].first = moe_factor_e4m3(two & 255);
+                f[r][F == KERN_W_NVFP4].first = moe_factor_e4m3(two >> 8);
+            }
+        }
+        if (F == KERN_W_FP8) {
+#pragma unroll
+            for (int i = 0; i < NT; i++)
+#pragma unroll
+                for (int c = 0; c < 4; c++) part[0][i][c] = part[1][i][c] = 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            uint32_t a[2][2][4]; /* group, step */
+#pragma unroll
+            for (int r = 0; r < 4; r++) {
+                const int row = row0 + (r & 1) * 8 + (r >> 1) * S::ROWS;
+                const uint8_t *at = stage + row * S::CODES + kb * moe_format<F>::CODES;
+                uint32_t v[4];
+                if (moe_format<F>::FP4) {
+                    const uint32_t w = j == 0   ? code[r].x
+                                       : j == 1 ? code[r].y
+                                       : j == 2 ? code[r].z
+                                                : code[r].w;
+                    const struct moe_factor m = f[r][F == KERN_W_NVFP4 ? j / 2 : 0];
+                    moe_e2m1(w, v);
+#pragma unroll
+                    for (int q = 0; q < 4; q++) v[q] = moe_mul(v[q], m.first);
+                    if (F == KERN_W_MXFP4 && more) {
+#pragma unroll
+                        for (int q = 0; q < 4; q++) v[q] = moe_mul(v[q], m.then);
+                    }
+                }
+                if (F == KERN_W_FP8) moe_e4m3(*(const uint2 *)(at + t * 32 + j * 8), v);
+                if (F == KERN_W_BF16) moe_bf16(*(const uint4 *)(at + t * 64 + j * 16), v);
+                a[r >> 1][0][r & 1] = v[0], a[r >> 1][0][2 + (r & 1)] = v[1];
+                a[r >> 1][1][r & 1] = v[2], a[r >> 1][1][2 + (r & 1)] = v[3];
+            }
+#pragma unroll
+            for (int i = 0; i < NT; i++) {
+                if (i > 0 && i >= n_groups) break;
+                const int n = i * 8 + g, c = (kb * 16 + j * 4 + t) ^ (g & 1) << 2;
+                const uint4 b = *(const uint4 *)(stage + S::X_AT + n * S::X + c * 16);
+                uint4 d = b;
+                if (TWO) d = *(const uint4 *)(stage + S::X1_AT + n * S::X + c * 16);
+                float(&c0)[4] = F == KERN_W_FP8 ? part[0][i] : acc[0][i];
+                float(&c1)[4] = F == KERN_W_FP8 ? part[1][i] : acc[1][i];
+                moe_mma(c0, a[0][0], b.x, b.y);
+                moe_mma(c1, a[1][0], d.x, d.y);
+                moe_mma(c0, a[0][1], b.z, b.w);
+                moe_mma(c1, a[1][1], d.z, d.w);
+            }
+        }
+        if (F == KERN_W_FP8) {
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+#pragma unroll
+                for (int i = 0; i < NT; i++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        acc[m][i][c] = fmaf(part[m][i][c], scale[m], acc[m][i][c]);
+        }
+    }
+}
+
+/* fp8: scale of the 128 x 128 block. */
+static __device__ __forceinline__ float
+moe_block_scale(const struct moe_matrix &m, const uint8_t *scale, int64_t row, int64_t block)
+{
+    const uint8_t *at = scale + row / 128 * m.scale_bytes;
+    return m.sfmt == KERN_S_F32 ? ((const float *)at)[block] : kern_ue8m0_decode(at[block]);
+}
+
+template <enum kern_wfmt F, int NT, bool TWO>
+static __global__ void __launch_bounds__(moe_shape<F, NT, TWO>::THREADS,
+                                         moe_shape<F, NT, TWO>::PER_SM)
+    moe_kernel(const __grid_constant__ struct moe_product p, int row_tiles, int stages)
+{
+    using S = moe_shape<F, NT, TWO>;
+    extern __shared__ __align__(128) uint8_t shared[];
+    __shared__ int32_t x_row[S::TOKENS];
+    __shared__ float weight[S::TOKENS];
+    const int tid = threadIdx.x, at = blockIdx.x / row_tiles, part = blockIdx.x % row_tiles;
+    if (at >= *p.plan.n_tiles) return;
+    const struct moe_tile tile = p.plan.tiles[at];
+    const struct cuda_weight *wa = &p.a.w[tile.expert], *wb = &p.b.w[tile.expert];
+    const int64_t first[2] = {(int64_t)part * S::ROWS * (p.up ? 1 : 2),
+                              (int64_t)part * S::ROWS * (p.up ? 1 : 2) + (p.up ? 0 : S::ROWS)};
+    struct moe_job j;
+    j.n = tile.n;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const struct cuda_weight *w = m ? wb : wa;
+        j.data[m] = w->data + first[m] * p.a.row_bytes;
+        j.scale[m] = S::SCALES > 0 ? w->scale + first[m] * p.a.scale_bytes : w->scale;
+        j.left[m] = (int32_t)(p.rows - first[m] < 0 ? 0 : p.rows - first[m]);
+    }
+    if (j.left[1] == 0) j.data[1] = j.data[0];
+    for (int i = tid; i < S::TOKENS; i += S::THREADS) {
+        const int pair = tile.first + (i < tile.n ? i : 0);
+        x_row[i] = p.by_pair ? pair : p.plan.order[pair] / p.slots;
+        weight[i] = p.up ? p.weights[p.plan.order[pair]] : 1.0f;
+    }
+    __syncthreads();
+
+    const int n_it = p.kp / (128 * S::BLOCKS), n_groups = (tile.n + 7) / 8;
+    float acc[2][NT][4] = {}, scale[2] = {1.0f, 1.0f};
+    int load_at = 0, at_stage = 0;
+    for (int it = 0; it < stages - 1; it++, load_at++) {
+        if (it < n_it) moe_load<F, NT, TWO>(p, j, x_row, it, shared + (size_t)load_at * S::STAGE);
+        moe_commit();
+    }
+    for (int it = 0; it < n_it; it++) {
+        moe_wait(stages - 2);
+        __syncthreads(); /* stage `it` is there for all, and none still reads the one before */
+        if (it + stages - 1 < n_it)
+            moe_load<F, NT, TWO>(p, j, x_row, it + stages - 1, shared + (size_t)load_at * S::STAGE);
+        moe_commit();
+        if (F == KERN_W_FP8 && (int64_t)it * 128 < p.k) {
+            scale[0] = moe_block_scale(p.a, j.scale[0], first[0], it);
+            scale[1] = j.left[1] > 0 ? moe_block_scale(p.b, j.scale[1], first[1], it) : 0.0f;
+        }
+        moe_compute<F, NT, TWO>(shared + (size_t)at_stage * S::STAGE, n_groups, scale, acc);
+        if (++load_at == stages) load_at = 0;
+        if (++at_stage == stages) at_stage = 0;
+    }
+    __syncthreads();
+
+    /* Results go out through shared memory, pair by pair, so that stores are whole lines. */
+    const int width = p.up ? S::ROWS : 2 * S::ROWS, ld = width + 8;
+    uint16_t *tmp = (uint16_t *)shared;
+    const int lane = tid % 32, row0 = tid / 32 * 16 + lane / 4;
+    const float left = F == KERN_W_NVFP4 ? (float)MOE_NVFP4_LEFT : 1.0f;
+    const float post_a = F == KERN_W_NVFP4 ? wa->scale2 * left : 1.0f;
+    const float post_b = F == KERN_W_NVFP4 ? wb->scale2 * left : 1.0f;
+    const float in_a = p.input_scaled ? wa->input_scale : 1.0f;
+    const float in_b = p.input_scaled ? wb->input_scale : 1.0f;
+#pragma unroll
+    for (int i = 0; i < NT; i++) {
+        if (i >= n_groups) break;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const int n = i * 8 + lane % 4 * 2 + (c & 1), row = row0 + (c >> 1) * 8;
+            const float a = kern_bf16_round(acc[0][i][c] * in_a * post_a);
+            const float b = kern_bf16_round(acc[1][i][c] * in_b * post_b);
+            if (p.up) {
+                tmp[n * ld + row] = kern_bf16_encode(dev_gate(a, b, p.limit) * weight[n]);
+            } else {
+                tmp[n * ld + row] = kern_bf16_encode(a);
+                tmp[n * ld + S::ROWS + row] = kern_bf16_encode(b);
+            }
+        }
+    }
+    __syncthreads();
+    const int64_t col0 = first[0];
+    uint16_t *out = p.out + (int64_t)tile.first * p.rows + col0;
+    const int there = (int)(p.rows - col0 < width ? p.rows - col0 : width);
+    if (p.rows % 8 == 0) {
+        for (int i = tid; i < tile.n * (width / 8); i += S::THREADS) {
+            const int n = i / (width / 8), c = i % (width / 8) * 8;
+            if (c < there)
+                *(uint4 *)(out + (int64_t)n * p.rows + c) = *(const uint4 *)(tmp + n * ld + c);
+        }
+    } else {
+        for (int i = tid; i < tile.n * width; i += S::THREADS) {
+            const int n = i / width, c = i % width;
+            if (c < there) out[(int64_t)n * p.rows + c] = tmp[n * ld + c];
+        }
+    }
+}
+
+template <enum kern_wfmt F, int NT, bool TWO>
+static int moe_launch(struct kern_stream *s, const struct moe_product *p)
+{
+    using S = moe_shape<F, NT, TWO>;
+    static_assert((size_t)S::TOKENS * (2 * S::ROWS + 8) * 2 <= 2 * (size_t)S::STAGE,
+                  "results fit where two stages were");
+    const int reserved = 1024 + S::TOKENS * 8; /* by the system and for the lists */
+    int stages = ((s->max_shared + 1024) / S::PER_SM - reserved) / S::STAGE;
+    stages = stages > 4 ? 4 : stages < 2 ? 2 : stages;
+    const size_t bytes = (size_t)stages * S::STAGE;
+    if ((int)bytes + S::TOKENS * 8 > s->max_shared) return TOW_EINVAL;
+    const int row_tiles = (int)cuda_ceil(p->rows, p->up ? S::ROWS : 2 * S::ROWS);
+    CUDA_SHARED((moe_kernel<F, NT, TWO>), s->max_shared - S::TOKENS * 8);
+    moe_kernel<F, NT, TWO>
+        <<<(unsigned)p->plan.max_tiles *(unsigned)row_tiles, S::THREADS, bytes, s->cu>>>(
+            *p, row_tiles, stages);
+    return cuda_done(s, "moe");
+}
+
+#endif
