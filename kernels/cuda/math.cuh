@@ -70,4 +70,36 @@ static __device__ __forceinline__ float dev_softplus(float x)
     return x != x ? x : (0.0f < x ? x : 0.0f) + p;
 }
 
+/* Cosine and sine of an angle up to 2^31 in size: reduced by pi/2 in double, with the product kept
+ * exact. */
+static __device__ __forceinline__ void dev_cos_sin(float angle, float *c, float *s)
+{
+    const double x = (double)angle, n = rint(x * 0x1.45f306dc9c883p-1);
+    double r = fma(-n, 0x1.921fb54442d18p+0, x);
+    r = fma(-n, 0x1.1a62633145c07p-54, r);
+    const double z = r * r;
+    double sn = -1.0 / 1307674368000.0;
+    sn = sn * z + 1.0 / 6227020800.0;
+    sn = sn * z - 1.0 / 39916800.0;
+    sn = sn * z + 1.0 / 362880.0;
+    sn = sn * z - 1.0 / 5040.0;
+    sn = sn * z + 1.0 / 120.0;
+    sn = sn * z - 1.0 / 6.0;
+    sn = sn * z * r + r;
+    double cs = -1.0 / 87178291200.0;
+    cs = cs * z + 1.0 / 479001600.0;
+    cs = cs * z - 1.0 / 3628800.0;
+    cs = cs * z + 1.0 / 40320.0;
+    cs = cs * z - 1.0 / 720.0;
+    cs = cs * z + 1.0 / 24.0;
+    cs = cs * z - 0.5;
+    cs = cs * z + 1.0;
+    switch ((long long)n & 3) {
+    case 0: *c = (float)cs, *s = (float)sn; break;
+    case 1: *c = (float)-sn, *s = (float)cs; break;
+    case 2: *c = (float)-cs, *s = (float)-sn; break;
+    default: *c = (float)sn, *s = (float)-cs; break;
+    }
+}
+
 #endif

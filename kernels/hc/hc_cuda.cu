@@ -1,0 +1,579 @@
+/* kernels/hc/hc_cuda.cu - hyper-connections: collapse the streams to one row, spread a result over
+ * them.
+ *
+ * The mixes are a product of [T, K] streams (K = hc * D) with a few rows of fn, kept in f32. It runs on
+ * the matrix unit, exact in its products: an f32 weight is the sum of three bf16. A warp takes a chunk of
+ * 128 of K for a tile of rows, straight from memory to registers: within 32 consecutive k a thread
+ * holds eight neighbours, of h one 16-byte load, of fn two, which serve two MMA steps (the order of k
+ * inside a chunk is that of no tensor, only the same on both sides). Eight chunks are a slice.
+ *
+ *     mix      part[t][slot][n]: sums over a slice by a block of eight warps (many rows), or over a
+ *              chunk by a lone warp (few rows: then 128 warps stream fn at once)
+ *     finish   a block a row: adds up the slots - chunks of a slice by one tree, then slices in order,
+ *              so both kinds of mix give the same bits - and from the sums makes pre, post and comb, and
+ *              x, whose streams it has loaded meanwhile
+ *
+ * Holding the streams of a row in shared memory between the two was rejected: fn comes from L2 for every
+ * block, and only a tile of 64 rows (2 MiB of streams) makes that less than reading h again.
+ * Other shapes and f32 streams take a plain kernel, a block a row.
+ */
+#include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/row.cuh"
+
+extern "C" {
+#include "kernels/hc/hc.h"
+}
+
+enum {
+    VEC = 8,                 /* bf16 of a 16-byte load */
+    CHUNK = 128,             /* of K: one warp's sum */
+    SLICE = 8,               /* chunks */
+    SLICE_K = CHUNK * SLICE, /* K must be a multiple */
+    FEW_ROWS = 128,          /* up to here a chunk is a slot */
+    MAX_TILES_N = 3,         /* of 8 columns: 24 mixes of four streams */
+    FINISH_THREADS = 256
+};
+
+static bool aligned16(const void *p)
+{
+    return ((uintptr_t)p & 15) == 0;
+}
+
+/* ------------------------------------------------------------------ mixes on the matrix unit */
+
+struct mix {
+    const uint16_t *h; /* [T, K] */
+    const uint8_t *fn; /* rows fn_row bytes apart */
+    float *part;       /* [T, slots, 8 * (tiles + 1)]: mixes, then the sum of squares */
+    int64_t fn_row;
+    int32_t T, K, N;
+};
+
+/* Takes the bf16 nearest to two values out of them: what is left is exact. */
+static __device__ __forceinline__ uint32_t split2(float *x, float *y)
+{
+    const uint32_t u = dev_pack2(*x, *y);
+    *x -= __uint_as_float(u << 16);
+    *y -= __uint_as_float(u & 0xffff0000u);
+    return u;
+}
+
+/* Eight weights of row n of fn, from k on. */
+template <bool F32>
+static __device__ __forceinline__ void load_fn(const struct mix &p, int32_t n, int32_t k,
+                                               float f[VEC])
+{
+    if (n >= p.N) {
+#pragma unroll
+        for (int i = 0; i < VEC; i++) f[i] = 0.0f;
+    } else if (F32) {
+        const float4 *w = (const float4 *)((const float *)(p.fn + n * p.fn_row) + k);
+        const float4 a = w[0], b = w[1];
+        f[0] = a.x, f[1] = a.y, f[2] = a.z, f[3] = a.w;
+        f[4] = b.x, f[5] = b.y, f[6] = b.z, f[7] = b.w;
+    } else {
+        dev_unpack8(*(const uint4 *)((const uint16_t *)(p.fn + n * p.fn_row) + k), f);
+    }
+}
+
+/* The chunk that begins at k0 for MT tiles of 16 rows from row t0 on: acc[m] as the MMA leaves them,
+ * squares[m][0..1] of rows g and g + 8, summed over the quad. AHEAD: loads of how many of its
+ * four steps may be in flight, as registers allow. */
+template <int MT, int NT, bool F32, int AHEAD>
+static __device__ __forceinline__ void chunk_sums(const struct mix &p, int32_t t0, int32_t k0,
+                                                  float acc[MT][NT][4], float squares[MT][2])
+{
+    const int lane = threadIdx.x & 31, g = lane / 4, quad = lane % 4;
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        squares[m][0] = squares[m][1] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[m][n][i] = 0.0f;
+    }
+#pragma unroll AHEAD
+    for (int b = 0; b < CHUNK / 32; b++) {
+        const int32_t k = k0 + 32 * b + VEC * quad;
+        uint4 a[MT][2];
+        float w[NT][VEC];
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int32_t t = t0 + 16 * m + 8 * r + g;
+                a[m][r] =
+                    t < p.T ? *(const uint4 *)(p.h + (int64_t)t * p.K + k) : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+        for (int n = 0; n < NT; n++) load_fn<F32>(p, 8 * n + g, k, w[n]);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                float f[VEC];
+                dev_unpack8(a[m][r], f);
+#pragma unroll
+                for (int i = 0; i < VEC; i++) squares[m][r] = fmaf(f[i], f[i], squares[m][r]);
+            }
+#pragma unroll
+        for (int part = 0; part < (F32 ? 3 : 1); part++)
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int step = 0; step < 2; step++) {
+                    const uint32_t y[2] = {split2(&w[n][4 * step], &w[n][4 * step + 1]),
+                                           split2(&w[n][4 * step + 2], &w[n][4 * step + 3])};
+#pragma unroll
+                    for (int m = 0; m < MT; m++) {
+                        const uint32_t x[4] = {
+                            step ? a[m][0].z : a[m][0].x, step ? a[m][1].z : a[m][1].x,
+                            step ? a[m][0].w : a[m][0].y, step ? a[m][1].w : a[m][1].y};
+                        dev_mma(acc[m][n], x, y);
+                    }
+                }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            squares[m][r] += __shfl_xor_sync(0xffffffffu, squares[m][r], 1);
+            squares[m][r] += __shfl_xor_sync(0xffffffffu, squares[m][r], 2);
+        }
+}
+
+template <int MT, int NT>
+static __device__ __forceinline__ void store_sums(const struct mix &p, int32_t t0, int32_t slot,
+                                                  int32_t slots, const float acc[MT][NT][4],
+                                                  const float squares[MT][2])
+{
+    const int lane = threadIdx.x & 31, g = lane / 4, quad = lane % 4;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int32_t t = t0 + 16 * m + 8 * r + g;
+            if (t >= p.T) continue;
+            float *out = p.part + ((int64_t)t * slots + slot) * (8 * (NT + 1));
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+                *(float2 *)(out + 8 * n + 2 * quad) =
+                    make_float2(acc[m][n][2 * r], acc[m][n][2 * r + 1]);
+            if (quad == 0) out[8 * NT] = squares[m][r];
+        }
+}
+
+/* Few rows: a warp a chunk. */
+template <int MT, int NT, bool F32>
+static __global__ void __launch_bounds__(32) mix_few(struct mix p)
+{
+    float acc[MT][NT][4], squares[MT][2];
+    const int32_t t0 = (int32_t)blockIdx.y * 16 * MT, chunk = (int32_t)blockIdx.x;
+    chunk_sums<MT, NT, F32, 4>(p, t0, chunk * CHUNK, acc, squares);
+    store_sums<MT, NT>(p, t0, chunk, p.K / CHUNK, acc, squares);
+}
+
+/* Many rows: a block a slice. The chunks' sums meet in shared memory: 4 apart, then 2, 1. */
+template <int MT, int NT, bool F32>
+static __global__ void __launch_bounds__(32 * SLICE, 2) mix_many(struct mix p)
+{
+    enum { OWN = MT * (NT * 4 + 2) }; /* a thread's sums */
+    __shared__ float sums[SLICE / 2][OWN][32];
+    float acc[MT][NT][4], squares[MT][2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int32_t t0 = (int32_t)blockIdx.y * 16 * MT, slice = (int32_t)blockIdx.x;
+    chunk_sums<MT, NT, F32, 1>(p, t0, slice * SLICE_K + warp * CHUNK, acc, squares);
+#pragma unroll
+    for (int half = SLICE / 2; half; half /= 2) {
+        const bool gives = warp >= half && warp < 2 * half;
+        float(*at)[32] = sums[gives ? warp - half : warp % (SLICE / 2)];
+        if (gives) {
+#pragma unroll
+            for (int i = 0; i < OWN; i++)
+                at[i][lane] =
+                    i < MT * NT * 4 ? (&acc[0][0][0])[i] : (&squares[0][0])[i - MT * NT * 4];
+        }
+        __syncthreads();
+        if (warp < half) {
+#pragma unroll
+            for (int i = 0; i < OWN; i++) {
+                float &mine =
+                    i < MT * NT * 4 ? (&acc[0][0][0])[i] : (&squares[0][0])[i - MT * NT * 4];
+                mine += at[i][lane];
+            }
+        }
+        __syncthreads();
+    }
+    if (warp == 0) store_sums<MT, NT>(p, t0, slice, p.K / SLICE_K, acc, squares);
+}
+
+/* ------------------------------------------------------------------ what the mixes say */
+
+/* comb: softmax over rows, then columns and rows in turn divided by their sums. One thread; c in
+ * registers where HC is known. A quotient by the approximate reciprocal is within 2 ulp, and every round
+ * divides by sums of what it has, so nothing adds up. */
+template <int HC>
+static __device__ __forceinline__ void sinkhorn(float *c, int32_t n, int32_t iters, float eps)
+{
+    const int hc = HC ? HC : n;
+#pragma unroll
+    for (int j = 0; j < hc; j++) {
+        float m = c[j * hc], sum = 0.0f;
+#pragma unroll
+        for (int k = 1; k < hc; k++) m = c[j * hc + k] > m ? c[j * hc + k] : m;
+#pragma unroll
+        for (int k = 0; k < hc; k++) {
+            c[j * hc + k] = dev_exp(c[j * hc + k] - m);
+            sum += c[j * hc + k];
+        }
+#pragma unroll
+        for (int k = 0; k < hc; k++) c[j * hc + k] = c[j * hc + k] / sum + eps;
+    }
+    for (int32_t it = 0; it < iters; it++) {
+#pragma unroll
+        for (int j = 0; j < hc; j++) {
+            if (it == 0) break;
+            float sum = 0.0f;
+#pragma unroll
+            for (int k = 0; k < hc; k++) sum += c[j * hc + k];
+            const float r = __fdividef(1.0f, sum + eps);
+#pragma unroll
+            for (int k = 0; k < hc; k++) c[j * hc + k] *= r;
+        }
+#pragma unroll
+        for (int k = 0; k < hc; k++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int j = 0; j < hc; j++) sum += c[j * hc + k];
+            const float r = __fdividef(1.0f, sum + eps);
+#pragma unroll
+            for (int j = 0; j < hc; j++) c[j * hc + k] *= r;
+        }
+    }
+}
+
+/* Entry i of the mixes, scaled and shifted. */
+static __device__ __forceinline__ float mixed(const struct kern_hc_collapse &p, const float *m,
+                                              float rs, int32_t i)
+{
+    const int32_t kind = i < p.hc ? 0 : i < 2 * p.hc ? 1 : 2;
+    return fmaf(m[i] * rs, p.scale[kind], p.base[i]);
+}
+/* Thread i < hc makes pre[i] and post[i]; the last thread of the block comb. */
+template <int HC>
+static __device__ __forceinline__ void make_pre_post(const struct kern_hc_collapse &p, int64_t t,
+                                                     const float *m, float rs, float *pre)
+{
+    const int32_t i = (int32_t)threadIdx.x;
+    if (i >= p.hc) return;
+    pre[i] = dev_sigmoid(mixed(p, m, rs, i)) + p.hc_eps;
+    if (p.comb) p.post[t * p.hc + i] = 2.0f * dev_sigmoid(mixed(p, m, rs, p.hc + i));
+}
+template <int HC>
+static __device__ __forceinline__ void make_comb(const struct kern_hc_collapse &p, int64_t t,
+                                                 const float *m, float rs)
+{
+    const int n = HC ? HC * HC : KERN_HC_MAX * KERN_HC_MAX;
+    float c[n];
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        if (HC || i < p.hc * p.hc) c[i] = mixed(p, m, rs, 2 * p.hc + i);
+    sinkhorn<HC>(c, p.hc, p.iters, p.hc_eps);
+    float *out = p.comb + t * p.hc * p.hc;
+#pragma unroll
+    for (int i = 0; i < n; i++)
+        if (HC || i < p.hc * p.hc) out[i] = c[i];
+}
+
+/* ------------------------------------------------------------------ four streams of bf16 */
+
+enum { STREAMS = 4 };
+
+/* Sums of slots to m[0 .. used): a slice per slot, or eight chunks per slice. */
+static __device__ __forceinline__ void add_slots(const float *part, int32_t slices, bool chunks,
+                                                 int32_t columns, float *slice_sums, float *m)
+{
+    const int32_t used = columns - 7; /* the mixes and the sum of squares */
+    for (int32_t i = (int32_t)threadIdx.x; i < slices * used; i += (int32_t)blockDim.x) {
+        const int32_t slice = i / used, n = i % used;
+        float v[SLICE];
+        if (!chunks) {
+            slice_sums[i] = part[slice * columns + n];
+            continue;
+        }
+#pragma unroll
+        for (int c = 0; c < SLICE; c++) v[c] = part[(slice * SLICE + c) * columns + n];
+        slice_sums[i] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+    }
+    __syncthreads();
+    if ((int32_t)threadIdx.x < used) {
+        float s = slice_sums[threadIdx.x];
+#pragma unroll 4
+        for (int32_t i = 1; i < slices; i++) s += slice_sums[i * used + threadIdx.x];
+        m[threadIdx.x] = s;
+    }
+    __syncthreads();
+}
+
+/* Eight values of x from four streams. */
+static __device__ __forceinline__ uint4 collapse8(const uint4 h[STREAMS], const float *pre)
+{
+    float f[VEC], s[VEC];
+    dev_unpack8(h[0], f);
+#pragma unroll
+    for (int i = 0; i < VEC; i++) s[i] = pre[0] * f[i];
+#pragma unroll
+    for (int j = 1; j < STREAMS; j++) {
+        dev_unpack8(h[j], f);
+#pragma unroll
+        for (int i = 0; i < VEC; i++) s[i] = fmaf(pre[j], f[i], s[i]);
+    }
+    return dev_pack8(s);
+}
+
+static __global__ void __launch_bounds__(FINISH_THREADS)
+    finish_kernel(struct kern_hc_collapse p, const float *part, int32_t slots, int32_t columns)
+{
+    extern __shared__ float slice_sums[]; /* [slices, columns - 7] */
+    __shared__ float m[8 * (MAX_TILES_N + 1)], pre[STREAMS];
+    const int64_t t = blockIdx.x, K = (int64_t)STREAMS * p.D;
+    const int32_t slices = (int32_t)(K / SLICE_K);
+    const uint16_t *h = (const uint16_t *)p.h + t * K;
+    uint16_t *x = (uint16_t *)p.x + t * p.D;
+    /* The first two vectors of a thread are on their way while the sums are made. */
+    enum { AHEAD = 2 };
+    uint4 v[AHEAD][STREAMS];
+    const int32_t i0 = VEC * (int32_t)threadIdx.x, step = VEC * FINISH_THREADS;
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++)
+            if (i0 + a * step < p.D)
+                v[a][j] = *(const uint4 *)(h + (int64_t)j * p.D + i0 + a * step);
+    add_slots(part + t * slots * columns, slices, slots != slices, columns, slice_sums, m);
+    const float rs = 1.0f / sqrtf(m[columns - 8] / (float)K + p.norm_eps);
+    make_pre_post<STREAMS>(p, t, m, rs, pre);
+    __syncthreads();
+    if (p.comb && threadIdx.x == FINISH_THREADS - 1) make_comb<STREAMS>(p, t, m, rs);
+#pragma unroll
+    for (int a = 0; a < AHEAD; a++)
+        if (i0 + a * step < p.D) *(uint4 *)(x + i0 + a * step) = collapse8(v[a], pre);
+    for (int32_t i = i0 + AHEAD * step; i < p.D; i += step) {
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++) v[0][j] = *(const uint4 *)(h + (int64_t)j * p.D + i);
+        *(uint4 *)(x + i) = collapse8(v[0], pre);
+    }
+}
+
+template <int NT, bool F32> static void launch_mix(struct kern_stream *s, const struct mix &p)
+{
+    const unsigned chunks = (unsigned)(p.K / CHUNK);
+    if (p.T <= 16)
+        mix_few<1, NT, F32><<<dim3(chunks, 1), 32, 0, s->cu>>>(p);
+    else if (p.T <= 32)
+        mix_few<2, NT, F32><<<dim3(chunks, 1), 32, 0, s->cu>>>(p);
+    else if (p.T <= FEW_ROWS)
+        mix_few<4, NT, F32><<<dim3(chunks, (unsigned)cuda_ceil(p.T, 64)), 32, 0, s->cu>>>(p);
+    else
+        mix_many<4, NT, F32>
+            <<<dim3(chunks / SLICE, (unsigned)cuda_ceil(p.T, 64)), 32 * SLICE, 0, s->cu>>>(p);
+}
+
+static int collapse_fast(struct kern_stream *s, const struct kern_hc_collapse *p)
+{
+    const int32_t K = STREAMS * p->D, tiles = p->comb ? 3 : 1, columns = 8 * (tiles + 1);
+    const int32_t slots = K / (p->T <= FEW_ROWS ? CHUNK : SLICE_K);
+    float *part = (float *)cuda_scratch(s, CUDA_SLOT_SPLIT, (size_t)p->T * slots * columns * 4);
+    if (!part) return TOW_ENOMEM;
+    const struct mix m = {(const uint16_t *)p->h,
+                          (const uint8_t *)p->fn.data,
+                          part,
+                          p->fn.row_bytes,
+                          p->T,
+                          K,
+                          p->fn.n};
+    const bool f32 = p->fn.fmt == KERN_W_F32;
+    if (tiles == 3 && f32) launch_mix<3, true>(s, m);
+    if (tiles == 3 && !f32) launch_mix<3, false>(s, m);
+    if (tiles == 1 && f32) launch_mix<1, true>(s, m);
+    if (tiles == 1 && !f32) launch_mix<1, false>(s, m);
+    finish_kernel<<<(unsigned)p->T, FINISH_THREADS, (size_t)(K / SLICE_K) * columns * 4, s->cu>>>(
+        *p, part, slots, columns);
+    return cuda_done(s, "hc_collapse");
+}
+
+/* ------------------------------------------------------------------ any shape */
+
+enum { ANY_THREADS = 128 };
+
+static __device__ __forceinline__ float block_sum(float v, float *warps)
+{
+    v = dev_warp_sum(v);
+    __syncthreads(); /* the sums before this one are read */
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+    __syncthreads();
+    float s = warps[0];
+    for (int i = 1; i < ANY_THREADS / 32; i++) s += warps[i];
+    return s;
+}
+
+static __global__ void __launch_bounds__(ANY_THREADS) collapse_any(struct kern_hc_collapse p)
+{
+    __shared__ float warps[ANY_THREADS / 32], m[(2 + KERN_HC_MAX) * KERN_HC_MAX], pre[KERN_HC_MAX];
+    const int64_t t = blockIdx.x, K = (int64_t)p.hc * p.D, b = p.act == KERN_F32 ? 4 : 2;
+    const void *h = (const uint8_t *)p.h + t * K * b;
+    void *x = (uint8_t *)p.x + t * p.D * b;
+    const enum kern_dtype ft = p.fn.fmt == KERN_W_F32 ? KERN_F32 : KERN_BF16;
+    float squares = 0.0f;
+    for (int64_t k = threadIdx.x; k < K; k += ANY_THREADS) {
+        const float v = dev_load(h, k, p.act);
+        squares = fmaf(v, v, squares);
+    }
+    squares = block_sum(squares, warps);
+    for (int32_t n = 0; n < p.fn.n; n++) {
+        const uint8_t *w = (const uint8_t *)p.fn.data + n * p.fn.row_bytes;
+        float s = 0.0f;
+        for (int64_t k = threadIdx.x; k < K; k += ANY_THREADS)
+            s = fmaf(dev_load(h, k, p.act), dev_load(w, k, ft), s);
+        s = block_sum(s, warps);
+        if (threadIdx.x == 0) m[n] = s;
+    }
+    __syncthreads();
+    const float rs = 1.0f / sqrtf(squares / (float)K + p.norm_eps);
+    make_pre_post<0>(p, t, m, rs, pre);
+    if (p.comb && threadIdx.x == ANY_THREADS - 1) make_comb<0>(p, t, m, rs);
+    __syncthreads();
+    for (int32_t i = (int32_t)threadIdx.x; i < p.D; i += ANY_THREADS) {
+        float s = pre[0] * dev_load(h, i, p.act);
+        for (int32_t j = 1; j < p.hc; j++)
+            s = fmaf(pre[j], dev_load(h, (int64_t)j * p.D + i, p.act), s);
+        dev_store(x, i, p.act, s);
+    }
+}
+
+extern "C" int kern_hc_collapse_cuda(struct kern_stream *s, const struct kern_hc_collapse *p)
+{
+    if (p->T == 0) return 0;
+    const int64_t K = (int64_t)p->hc * p->D;
+    /* The finish kernel's sums of slices fit where shared memory always is. */
+    const bool fast = p->act == KERN_BF16 && p->hc == STREAMS && p->D % VEC == 0 &&
+                      K % SLICE_K == 0 && K / SLICE_K <= 256 && aligned16(p->h) &&
+                      aligned16(p->x) && aligned16(p->fn.data) && p->fn.row_bytes % 16 == 0;
+    if (fast) return collapse_fast(s, p);
+    collapse_any<<<(unsigned)p->T, ANY_THREADS, 0, s->cu>>>(*p);
+    return cuda_done(s, "hc_collapse");
+}
+
+/* ------------------------------------------------------------------ expand */
+
+/* A thread: eight values of y and of four streams, thirty-two results. */
+static __global__ void __launch_bounds__(256) expand_kernel(struct kern_hc_expand p)
+{
+    const int64_t t = blockIdx.x, D = p.D;
+    const int64_t i = VEC * ((int64_t)blockIdx.y * blockDim.x + threadIdx.x);
+    if (i >= D) return;
+    const uint16_t *h = (const uint16_t *)p.h + t * STREAMS * D + i;
+    uint16_t *out = (uint16_t *)p.out + t * STREAMS * D + i;
+    const uint4 vy = *(const uint4 *)((const uint16_t *)p.y + t * D + i);
+    uint4 vh[STREAMS];
+    float4 c[STREAMS];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) vh[j] = *(const uint4 *)(h + j * D);
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) c[j] = ((const float4 *)p.comb)[t * STREAMS + j];
+    const float4 post = ((const float4 *)p.post)[t];
+    float y[VEC], s[STREAMS][VEC];
+    dev_unpack8(vy, y);
+#pragma unroll
+    for (int e = 0; e < VEC; e++) {
+        s[0][e] = post.x * y[e], s[1][e] = post.y * y[e];
+        s[2][e] = post.z * y[e], s[3][e] = post.w * y[e];
+    }
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+        float f[VEC];
+        dev_unpack8(vh[j], f);
+#pragma unroll
+        for (int e = 0; e < VEC; e++) {
+            s[0][e] = fmaf(c[j].x, f[e], s[0][e]), s[1][e] = fmaf(c[j].y, f[e], s[1][e]);
+            s[2][e] = fmaf(c[j].z, f[e], s[2][e]), s[3][e] = fmaf(c[j].w, f[e], s[3][e]);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) *(uint4 *)(out + k * D) = dev_pack8(s[k]);
+}
+
+/* Any number of streams and any type: a thread an element. */
+static __global__ void expand_any(struct kern_hc_expand p)
+{
+    const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, D = p.D;
+    if (at >= p.T * D) return;
+    const int64_t t = at / D, i = at % D;
+    const float *post = p.post + t * p.hc, *c = p.comb + t * p.hc * p.hc;
+    const float y = dev_load(p.y, at, p.act);
+    float h[KERN_HC_MAX];
+#pragma unroll
+    for (int j = 0; j < KERN_HC_MAX; j++)
+        if (j < p.hc) h[j] = dev_load(p.h, (t * p.hc + j) * D + i, p.act);
+    for (int32_t k = 0; k < p.hc; k++) {
+        float s = post[k] * y;
+#pragma unroll
+        for (int j = 0; j < KERN_HC_MAX; j++)
+            if (j < p.hc) s = fmaf(c[j * p.hc + k], h[j], s);
+        dev_store(p.out, (t * p.hc + k) * D + i, p.act, s);
+    }
+}
+
+extern "C" int kern_hc_expand_cuda(struct kern_stream *s, const struct kern_hc_expand *p)
+{
+    if (p->T == 0) return 0;
+    const bool fast = p->act == KERN_BF16 && p->hc == STREAMS && p->D % VEC == 0 &&
+                      aligned16(p->y) && aligned16(p->h) && aligned16(p->out) &&
+                      aligned16(p->post) && aligned16(p->comb);
+    if (fast)
+        expand_kernel<<<dim3((unsigned)p->T, (unsigned)cuda_ceil(p->D, VEC * 256)), 256, 0,
+                        s->cu>>>(*p);
+    else
+        expand_any<<<(unsigned)cuda_ceil((int64_t)p->T * p->D, 256), 256, 0, s->cu>>>(*p);
+    return cuda_done(s, "hc_expand");
+}
+
+/* ------------------------------------------------------------------ mtp_mix */
+
+static __global__ void __launch_bounds__(256) mtp_mix_kernel(struct kern_mtp_mix p)
+{
+    const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x, vecs = p.D / VEC;
+    if (at >= p.T * vecs) return;
+    const int64_t t = at / vecs, i = at % vecs * VEC;
+    float e[VEC], g[VEC];
+    dev_unpack8(*(const uint4 *)((const uint16_t *)p.e + t * p.D + i), e);
+    for (int32_t j = 0; j < p.hc; j++) {
+        const int64_t o = (t * p.hc + j) * p.D + i;
+        dev_unpack8(*(const uint4 *)((const uint16_t *)p.g + o), g);
+#pragma unroll
+        for (int k = 0; k < VEC; k++) g[k] = e[k] + g[k];
+        *(uint4 *)((uint16_t *)p.out + o) = dev_pack8(g);
+    }
+}
+static __global__ void mtp_mix_any(struct kern_mtp_mix p)
+{
+    const int64_t at = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int64_t hd = (int64_t)p.hc * p.D;
+    if (at >= p.T * hd) return;
+    const float e = dev_load(p.e, at / hd * p.D + at % p.D, p.act);
+    dev_store(p.out, at, p.act, e + dev_load(p.g, at, p.act));
+}
+
+extern "C" int kern_mtp_mix_cuda(struct kern_stream *s, const struct kern_mtp_mix *p)
+{
+    if (p->T == 0) return 0;
+    const bool fast = p->act == KERN_BF16 && p->D % VEC == 0 && aligned16(p->e) &&
+                      aligned16(p->g) && aligned16(p->out);
+    const int64_t n = fast ? (int64_t)p->T * (p->D / VEC) : (int64_t)p->T * p->hc * p->D;
+    if (fast)
+        mtp_mix_kernel<<<(unsigned)cuda_ceil(n, 256), 256, 0, s->cu>>>(*p);
+    else
+        mtp_mix_any<<<(unsigned)cuda_ceil(n, 256), 256, 0, s->cu>>>(*p);
+    return cuda_done(s, "mtp_mix");
+}

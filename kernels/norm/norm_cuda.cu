@@ -1,0 +1,352 @@
+/* kernels/norm/norm_cuda.cu - row norms and rotations.
+ *
+ * rmsnorm      A block a row; a thread holds two vectors of eight from the first pass to the second.
+ *              Which elements a thread adds depends on D alone, whatever the alignment of a row.
+ * heads_rope   At the deployed width a warp takes four heads: it loads them whole (eight 16-byte loads
+ *              in flight), leaves the rounded squares in shared memory and adds those up as the CPU
+ *              does, eight threads a head; a head's values never leave registers. Without the norm only
+ *              the rotated end is read and written. Other widths: a warp a head, in shared memory.
+ * kv_prep      A warp a row, in shared memory: a sixteenth of what heads_rope moves.
+ * All are bound by memory: each value is read once and written once.
+ */
+#include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/row.cuh"
+
+enum { VEC = 8 }; /* elements of a vector: 16 bytes of bf16 */
+
+/* ------------------------------------------------------------------ rmsnorm */
+
+enum { KEPT = 2, NORM_MAX_THREADS = 1024 };
+
+/* Elements i .. i+7 of a row of n; beyond it zeros. */
+template <bool WIDE>
+static __device__ __forceinline__ void load8(const void *x, int64_t i, int64_t n, enum kern_dtype t,
+                                             float f[VEC])
+{
+    if (WIDE && t == KERN_BF16) {
+        dev_unpack8(*(const uint4 *)((const uint16_t *)x + i), f);
+    } else if (WIDE) {
+        const float4 a = *(const float4 *)((const float *)x + i);
+        const float4 b = *(const float4 *)((const float *)x + i + 4);
+        f[0] = a.x, f[1] = a.y, f[2] = a.z, f[3] = a.w;
+        f[4] = b.x, f[5] = b.y, f[6] = b.z, f[7] = b.w;
+    } else {
+#pragma unroll
+        for (int k = 0; k < VEC; k++) f[k] = i + k < n ? dev_load(x, i + k, t) : 0.0f;
+    }
+}
+template <bool WIDE>
+static __device__ __forceinline__ void store8(void *y, int64_t i, int64_t n, enum kern_dtype t,
+                                              const float f[VEC])
+{
+    if (WIDE && t == KERN_BF16) {
+        *(uint4 *)((uint16_t *)y + i) = dev_pack8(f);
+    } else if (WIDE) {
+        *(float4 *)((float *)y + i) = make_float4(f[0], f[1], f[2], f[3]);
+        *(float4 *)((float *)y + i + 4) = make_float4(f[4], f[5], f[6], f[7]);
+    } else {
+#pragma unroll
+        for (int k = 0; k < VEC; k++)
+            if (i + k < n) dev_store(y, i + k, t, f[k]);
+    }
+}
+
+static __device__ __forceinline__ float add_squares(float s, const float f[VEC])
+{
+#pragma unroll
+    for (int k = 0; k < VEC; k++) s = fmaf(f[k], f[k], s);
+    return s;
+}
+
+template <bool WIDE>
+static __device__ __forceinline__ void norm8(const struct kern_rmsnorm &p, void *y, int64_t i,
+                                             const float f[VEC], const float w[VEC], float rs)
+{
+    float o[VEC];
+#pragma unroll
+    for (int k = 0; k < VEC; k++) o[k] = w[k] * (f[k] * rs);
+    store8<WIDE>(y, i, p.D, p.act, o);
+}
+
+template <bool WIDE>
+static __global__ void __launch_bounds__(NORM_MAX_THREADS) rmsnorm_kernel(struct kern_rmsnorm p)
+{
+    __shared__ float warps[32];
+    const int64_t t = blockIdx.x, step = (int64_t)blockDim.x * VEC, D = p.D;
+    const int64_t b = p.act == KERN_F32 ? 4 : 2;
+    const uint8_t *x = (const uint8_t *)p.x + t * p.ld_x * b;
+    uint8_t *y = (uint8_t *)p.y + t * p.ld_y * b;
+    const int64_t i0 = (int64_t)threadIdx.x * VEC;
+    float kept[KEPT][VEC], w[KEPT][VEC], s = 0.0f;
+#pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (i0 + k * step < D) {
+            load8<WIDE>(x, i0 + k * step, D, p.act, kept[k]);
+            load8<WIDE>(p.w.data, i0 + k * step, D, p.w.dtype, w[k]);
+        }
+#pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (i0 + k * step < D) s = add_squares(s, kept[k]);
+    for (int64_t i = i0 + KEPT * step; i < D; i += step) { /* rows wider than 16384 */
+        float f[VEC];
+        load8<WIDE>(x, i, D, p.act, f);
+        s = add_squares(s, f);
+    }
+    s = dev_warp_sum(s);
+    if (blockDim.x > 32) {
+        if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = s;
+        __syncthreads();
+        s = dev_warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.0f);
+    }
+    const float rs = 1.0f / sqrtf(s / (float)p.D + p.eps);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++)
+        if (i0 + k * step < D) norm8<WIDE>(p, y, i0 + k * step, kept[k], w[k], rs);
+    for (int64_t i = i0 + KEPT * step; i < D; i += step) {
+        float f[VEC], g[VEC];
+        load8<WIDE>(x, i, D, p.act, f);
+        load8<WIDE>(p.w.data, i, D, p.w.dtype, g);
+        norm8<WIDE>(p, y, i, f, g, rs);
+    }
+}
+
+static bool aligned16(const void *p)
+{
+    return ((uintptr_t)p & 15) == 0;
+}
+
+extern "C" int kern_rmsnorm_cuda(struct kern_stream *s, const struct kern_rmsnorm *p)
+{
+    if (p->T == 0) return 0;
+    int64_t threads = cuda_ceil(cuda_ceil(p->D, VEC * KEPT), 32) * 32;
+    if (threads > NORM_MAX_THREADS) threads = NORM_MAX_THREADS;
+    const bool wide = p->D % VEC == 0 && p->ld_x % VEC == 0 && p->ld_y % VEC == 0 &&
+                      aligned16(p->x) && aligned16(p->y) && aligned16(p->w.data);
+    if (wide)
+        rmsnorm_kernel<true><<<(unsigned)p->T, (unsigned)threads, 0, s->cu>>>(*p);
+    else
+        rmsnorm_kernel<false><<<(unsigned)p->T, (unsigned)threads, 0, s->cu>>>(*p);
+    return cuda_done(s, "rmsnorm");
+}
+
+/* ------------------------------------------------------------------ rope_table */
+
+static __global__ void rope_table_kernel(struct kern_rope_table p)
+{
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int32_t h = p.rd / 2;
+    if (i >= (int64_t)p.T * h) return;
+    dev_cos_sin((float)p.pos[i / h] * p.inv_freq[i % h], &p.cos[i], &p.sin[i]);
+}
+
+extern "C" int kern_rope_table_cuda(struct kern_stream *s, const struct kern_rope_table *p)
+{
+    if (p->T == 0 || p->rd == 0) return 0;
+    const int64_t blocks = cuda_ceil((int64_t)p->T * (p->rd / 2), 128);
+    rope_table_kernel<<<(unsigned)blocks, 128, 0, s->cu>>>(*p);
+    return cuda_done(s, "rope_table");
+}
+
+/* ------------------------------------------------------------------ heads_rope */
+
+enum {
+    HEAD = 512,         /* the deployed width */
+    HEADS = 4,          /* of a warp */
+    GROUP = 32 / HEADS, /* threads that add up a head */
+    HEAD_WORDS =
+        HEAD / 2 + GROUP /* squares of a head, two a word; the gap keeps heads on other banks */
+};
+
+/* Rotates four pairs by the angles there. */
+static __device__ __forceinline__ void rotate8(float f[VEC], const float *cos, const float *sin,
+                                               float sign)
+{
+    const float4 c = *(const float4 *)cos, s = *(const float4 *)sin;
+    dev_rotate2(&f[0], &f[1], c.x, sign * s.x);
+    dev_rotate2(&f[2], &f[3], c.y, sign * s.y);
+    dev_rotate2(&f[4], &f[5], c.z, sign * s.z);
+    dev_rotate2(&f[6], &f[7], c.w, sign * s.w);
+}
+
+/* What the squares of a head, rounded to bf16 and added up, make of its values: 1 / rms, in steps rounded
+ * to bf16. The eight threads of a group hold two of the CPU's sixteen lanes each. */
+static __device__ __forceinline__ float head_factor(const uint32_t *squares, float eps)
+{
+    float s0 = 0.0f, s1 = 0.0f;
+#pragma unroll 8
+    for (int i = 0; i < HEAD / 16; i++) {
+        const uint32_t u = squares[i * GROUP];
+        s0 += __uint_as_float(u << 16);
+        s1 += __uint_as_float(u & 0xffff0000u);
+    }
+#pragma unroll
+    for (int m = GROUP / 2; m; m >>= 1) {
+        s0 += __shfl_xor_sync(0xffffffffu, s0, m);
+        s1 += __shfl_xor_sync(0xffffffffu, s1, m);
+    }
+    const float ms = kern_bf16_round((s0 + s1) / (float)HEAD);
+    return kern_bf16_round(1.0f / sqrtf(kern_bf16_round(ms + eps)));
+}
+
+static __global__ void __launch_bounds__(128) heads_norm_kernel(struct kern_heads_rope p)
+{
+    __shared__ __align__(16) uint32_t shared[4][HEADS * HEAD_WORDS];
+    uint32_t *const squares = shared[threadIdx.x / 32];
+    const int lane = threadIdx.x & 31;
+    const int64_t n = (int64_t)p.T * p.H;
+    const int64_t first = ((int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * HEADS;
+    if (first >= n) return; /* whole warps */
+    uint16_t *const q = (uint16_t *)p.q + first * HEAD;
+    uint4 v[HEADS][2]; /* elements 8 lane .. and 256 + 8 lane .. of each head */
+#pragma unroll
+    for (int h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+            v[h][k] = first + h < n ? *(const uint4 *)(q + h * HEAD + k * 256 + VEC * lane)
+                                    : make_uint4(0, 0, 0, 0);
+#pragma unroll
+    for (int h = 0; h < HEADS; h++)
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            float f[VEC];
+            dev_unpack8(v[h][k], f);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) f[e] *= f[e];
+            *(uint4 *)(squares + h * HEAD_WORDS + k * 128 + 4 * lane) = dev_pack8(f);
+        }
+    __syncwarp();
+    const float mine = head_factor(squares + lane / GROUP * HEAD_WORDS + lane % GROUP, p.eps);
+    const int32_t from = HEAD - p.rd; /* where the rotated end begins */
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        const float factor = __shfl_sync(0xffffffffu, mine, h * GROUP);
+        if (first + h >= n) break;
+        const int64_t angles = (first + h) / p.H * (p.rd / 2);
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const int32_t at = k * 256 + VEC * lane;
+            float f[VEC];
+            dev_unpack8(v[h][k], f);
+#pragma unroll
+            for (int e = 0; e < VEC; e++) f[e] *= factor;
+            uint4 o = dev_pack8(f);
+            if (at >= from) {
+                const int64_t a = angles + (at - from) / 2;
+                dev_unpack8(o, f);
+                rotate8(f, p.cos + a, p.sin + a, p.inverse ? -1.0f : 1.0f);
+                o = dev_pack8(f);
+            }
+            *(uint4 *)(q + h * HEAD + at) = o;
+        }
+    }
+}
+
+/* Only the rotated ends: a thread takes eight values of a head. */
+static __global__ void rotate_ends_kernel(struct kern_heads_rope p)
+{
+    const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
+    const int32_t vecs = p.rd / VEC;
+    if (i >= (int64_t)p.T * p.H * vecs) return;
+    const int64_t head = i / vecs;
+    const int32_t e = (int32_t)(i % vecs) * VEC;
+    const int64_t a = head / p.H * (p.rd / 2) + e / 2;
+    uint4 *const q = (uint4 *)((uint16_t *)p.q + head * p.d + p.d - p.rd + e);
+    float f[VEC];
+    dev_unpack8(*q, f);
+    rotate8(f, p.cos + a, p.sin + a, p.inverse ? -1.0f : 1.0f);
+    *q = dev_pack8(f);
+}
+
+/* Any width and type: a warp a head. */
+static __global__ void heads_any_kernel(struct kern_heads_rope p, int32_t row_floats)
+{
+    extern __shared__ __align__(16) float rows[];
+    float *const row = rows + threadIdx.x / 32 * row_floats;
+    const int me = threadIdx.x & 31;
+    const int64_t i = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (i >= (int64_t)p.T * p.H) return;
+    const int64_t angles = i / p.H * (p.rd / 2);
+    void *const q =
+        p.act == KERN_F32 ? (void *)((float *)p.q + i * p.d) : (void *)((uint16_t *)p.q + i * p.d);
+    dev_row_load<32>(q, p.act, p.d, row, me);
+    if (p.norm) {
+        float f;
+        if (p.act == KERN_BF16) {
+            const float ms = kern_bf16_round(dev_row_sumsq_bf16(row, p.d) / (float)p.d);
+            f = kern_bf16_round(1.0f / sqrtf(kern_bf16_round(ms + p.eps)));
+        } else {
+            f = 1.0f / sqrtf(dev_row_sumsq(row, p.d) / (float)p.d + p.eps);
+        }
+        __syncwarp();
+        for (int32_t e = me; e < p.d; e += 32) row[e] = dev_round(row[e] * f, p.act);
+        __syncwarp();
+    }
+    dev_row_rotate<32>(row + p.d - p.rd, p.cos + angles, p.sin + angles, p.rd,
+                       p.inverse ? -1.0f : 1.0f, p.act, me);
+    dev_row_store<32>(q, p.act, p.d, row, me);
+}
+
+/* Warps of a block that works on rows of shared memory, up to four. */
+static int row_warps(int32_t row_floats)
+{
+    int w = 4;
+    while (w > 1 && w * row_floats * 4 > 48 << 10) w /= 2;
+    return w;
+}
+static int32_t row_floats_of(int32_t n)
+{
+    return (int32_t)cuda_ceil(n, 4) * 4;
+}
+
+extern "C" int kern_heads_rope_cuda(struct kern_stream *s, const struct kern_heads_rope *p)
+{
+    if (p->T == 0) return 0;
+    const int64_t n = (int64_t)p->T * p->H;
+    const bool wide = p->act == KERN_BF16 && p->d % VEC == 0 && p->rd % VEC == 0 &&
+                      aligned16(p->q) && aligned16(p->cos) && aligned16(p->sin);
+    if (wide && !p->norm) {
+        if (p->rd == 0) return 0;
+        const int64_t blocks = cuda_ceil(n * (p->rd / VEC), 256);
+        rotate_ends_kernel<<<(unsigned)blocks, 256, 0, s->cu>>>(*p);
+    } else if (wide && p->d == HEAD) {
+        /* Few heads: a warp a block, so that they lie on as many multiprocessors as there are. */
+        const int warps = n >= (int64_t)HEADS * 4 * s->n_sm ? 4 : 1;
+        heads_norm_kernel<<<(unsigned)cuda_ceil(n, HEADS * warps), 32 * warps, 0, s->cu>>>(*p);
+    } else {
+        const int32_t floats = row_floats_of(p->d);
+        const int warps = row_warps(floats);
+        CUDA_SHARED(heads_any_kernel, s->max_shared);
+        heads_any_kernel<<<(unsigned)cuda_ceil(n, warps), 32 * warps, (size_t)warps * floats * 4,
+                           s->cu>>>(*p, floats);
+    }
+    return cuda_done(s, "heads_rope");
+}
+
+/* ------------------------------------------------------------------ kv_prep */
+
+static __global__ void kv_prep_kernel(struct kern_kv_prep p, int32_t row_floats)
+{
+    extern __shared__ __align__(16) float rows[];
+    float *const row = rows + threadIdx.x / 32 * row_floats;
+    const int me = threadIdx.x & 31;
+    const int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (t >= p.T) return;
+    const int64_t at = t * p.d * (p.act == KERN_F32 ? 4 : 2), angles = t * (p.rd / 2);
+    dev_row_load<32>((const uint8_t *)p.x + at, p.act, p.d, row, me);
+    dev_row_rmsnorm<32>(row, p.d, p.eps, p.w, p.act, me);
+    /* The rotated end is rounded where the CPU rounds it: on store, once. */
+    dev_row_rotate<32>(row + p.d - p.rd, p.cos + angles, p.sin + angles, p.rd, 1.0f, p.act, me);
+    if (p.act == KERN_BF16) dev_row_e4m3<32>(row, p.d - p.rd, 64, me);
+    dev_row_store<32>((uint8_t *)p.y + at, p.act, p.d, row, me);
+}
+
+extern "C" int kern_kv_prep_cuda(struct kern_stream *s, const struct kern_kv_prep *p)
+{
+    if (p->T == 0) return 0;
+    const int32_t floats = row_floats_of(p->d);
+    const int warps = p->T >= 4 * s->n_sm ? row_warps(floats) : 1;
+    CUDA_SHARED(kv_prep_kernel, s->max_shared);
+    kv_prep_kernel<<<(unsigned)cuda_ceil(p->T, warps), 32 * warps, (size_t)warps * floats * 4,
+                     s->cu>>>(*p, floats);
+    return cuda_done(s, "kv_prep");
+}
