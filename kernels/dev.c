@@ -116,6 +116,10 @@ int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t b
 {
     return of(s)->copy(s, dst, src, bytes);
 }
+int kern_stream_repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg)
+{
+    return of(s)->repeat ? of(s)->repeat(s, key, enqueue, arg) : enqueue(arg);
+}
 int kern_stream_batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
 {
     return of(s)->batch(s, seqs, n_seqs);

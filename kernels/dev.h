@@ -61,6 +61,12 @@ int kern_stream_write(struct kern_stream *s, void *dst, const void *src, size_t 
 int kern_stream_read(struct kern_stream *s, void *dst, const void *src, size_t bytes);
 int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t bytes);
 
+/* Runs enqueue(arg), which calls ops and nothing else, and whose launches are the same each time for one
+ * key (not 0): the same ops on the same memory with the same numbers of rows and sequences; what lies in
+ * that memory may differ. On CUDA they are kept as a graph and launched at once from the third time on.
+ * What enqueue returns, or TOW_EDEVICE. */
+int kern_stream_repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg);
+
 /* Announces the sequences of the pass that begins, so that each op with this very array finds them on
  * the device already; n_seqs 0 ends it, and the array must not change before. Ops given another array
  * send it themselves and wait. */

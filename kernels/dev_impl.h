@@ -24,6 +24,8 @@ struct kern_backend {
     int (*write)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*read)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*copy)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+    int (*repeat)(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg),
+                  void *arg); /* NULL: nothing is gained */
     int (*batch)(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs);
     int (*place)(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err);
     const void *(*place_bytes)(struct kern_dev *dev, const void *host, size_t bytes);

@@ -56,7 +56,7 @@ struct staging {
     int32_t *selected; /* [max_topk] */
 };
 
-enum { HEAD_ROWS = 64 };
+enum { HEAD_ROWS = 128 };
 
 struct model {
     struct model_options opt;
@@ -711,25 +711,33 @@ static void run_layer(struct pass *p, int32_t at, const struct model_layer *L)
     tap(p, at, "hidden", act_elem(m), m->s.h, (int64_t)s->hc * s->D);
 }
 
+/* Logits of n neighbouring rows. */
+static void head_of(struct pass *p, const struct model_hc *hc, const struct kern_vec *norm,
+                    int32_t row, int32_t n, float *logits)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const uint8_t *h =
+        (const uint8_t *)m->s.h + (int64_t)row * s->hc * s->D * kern_dtype_bytes(m->act);
+    OP(p, hc_collapse, .h = h, .fn = hc->fn, .base = hc->base, .scale = hc->scale, .x = m->s.x,
+       .T = n, .hc = s->hc, .D = s->D, .iters = s->hc_iters, .hc_eps = s->hc_eps,
+       .norm_eps = s->norm_eps, .act = m->act);
+    rmsnorm(p, m->s.x, norm, m->s.x, n);
+    linear_rows(p, m->s.x, m->act, &m->w->head, logits, KERN_F32, n);
+}
+
 /* Logits of the rows asked for, run by run of neighbouring rows, so that no gather is needed. */
 static void head(struct pass *p, const struct model_hc *hc, const struct kern_vec *norm)
 {
     struct model *m = p->m;
-    const struct model_shape *s = &m->w->shape;
     const struct model_batch *b = p->b;
-    const int64_t a = kern_dtype_bytes(m->act);
+    const int32_t V = m->w->shape.V, most = m->host ? b->n_logit_rows : HEAD_ROWS;
     for (int32_t i = 0; i < b->n_logit_rows;) {
         int32_t n = 1, row = b->logit_rows[i];
-        const int32_t most = m->host ? b->n_logit_rows : HEAD_ROWS;
         while (n < most && i + n < b->n_logit_rows && b->logit_rows[i + n] == row + n) n++;
-        const uint8_t *h = (const uint8_t *)m->s.h + (int64_t)row * s->hc * s->D * a;
-        OP(p, hc_collapse, .h = h, .fn = hc->fn, .base = hc->base, .scale = hc->scale, .x = m->s.x,
-           .T = n, .hc = s->hc, .D = s->D, .iters = s->hc_iters, .hc_eps = s->hc_eps,
-           .norm_eps = s->norm_eps, .act = m->act);
-        rmsnorm(p, m->s.x, norm, m->s.x, n);
-        float *to = b->logits + (int64_t)i * s->V, *logits = m->host ? to : m->s.logits;
-        linear_rows(p, m->s.x, m->act, &m->w->head, logits, KERN_F32, n);
-        if (!m->host) read_back(p, to, logits, (size_t)n * (size_t)s->V * sizeof *to);
+        float *to = b->logits + (int64_t)i * V;
+        head_of(p, hc, norm, row, n, m->host ? to : m->s.logits);
+        if (!m->host) read_back(p, to, m->s.logits, (size_t)n * (size_t)V * sizeof *to);
         i += n;
     }
 }
@@ -845,6 +853,37 @@ static int finish(struct pass *p, struct tow_err *err)
     return 0;
 }
 
+/* A step of decode: one row of each sequence, all sampled, nothing looked at on the way. Its launches
+ * depend on the number of rows alone. */
+static bool is_step(const struct model *m, const struct model_batch *b)
+{
+    if (m->host || b->tap || b->captures || b->streams_in || b->first_layer != b->last_layer)
+        return false;
+    return b->T <= HEAD_ROWS && b->n_seqs == b->T && b->n_logit_rows == b->T;
+}
+
+static int run_step(void *arg)
+{
+    struct pass *p = arg;
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    rotation_tables(p);
+    OP(p, embed, .ids = m->s.ids, .w = m->w->embed, .out = m->s.h, .T = p->T, .hc = s->hc,
+       .act = m->act);
+    for (int32_t i = 0; i < s->n_layers; i++) run_layer(p, i, &m->w->layers[i]);
+    head_of(p, &m->w->hc_head, &m->w->norm, 0, p->T, m->s.logits);
+    return p->rc;
+}
+
+static void step(struct pass *p)
+{
+    struct model *m = p->m;
+    const uint64_t key = (uint64_t)p->T | (uint64_t)(uintptr_t)p->b->pages << 8;
+    if (p->rc == 0) p->rc = kern_stream_repeat(m->stream, key, run_step, p);
+    read_back(p, p->b->logits, m->s.logits,
+              (size_t)p->T * (size_t)m->w->shape.V * sizeof *p->b->logits);
+}
+
 static size_t streams_bytes(const struct model *m, int32_t T)
 {
     return (size_t)T * (size_t)(m->w->shape.hc * m->w->shape.D) * (size_t)kern_dtype_bytes(m->act);
@@ -877,6 +916,11 @@ int model_forward(struct model *m, const struct model_batch *b, struct tow_err *
     int32_t first = part ? b->first_layer : 0, last = part ? b->last_layer : s->n_layers;
 
     begin(&p);
+    if (is_step(m, b)) {
+        step(&p);
+        if (p.rc == 0) p.rc = set_tails(m, b);
+        return finish(&p, err);
+    }
     rotation_tables(&p);
     if (b->streams_in)
         p.rc = kern_stream_write(m->stream, m->s.h, b->streams_in, streams_bytes(m, b->T));
@@ -920,4 +964,50 @@ int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
         if (p.rc == 0) p.rc = kern_stream_write(m->stream, b->seqs[i].tail, &at, sizeof at);
     }
     return finish(&p, err);
+}
+
+int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
+               struct tow_err *err)
+{
+    if (m->host) return 0;
+    const int32_t T = n_seqs * n_rows, V = m->w->shape.V;
+    const int32_t n_pages = (int32_t)kern_kv_pages_for(context, m->layout.page_tokens);
+    uint8_t *pages = kern_dev_alloc(m->dev, (size_t)m->layout.page_bytes);
+    uint8_t *tails = kern_dev_alloc(m->dev, (size_t)n_seqs * (size_t)m->layout.tail_bytes);
+    int32_t *ids = calloc((size_t)T, sizeof *ids), *rows = calloc((size_t)n_seqs, sizeof *rows);
+    uint32_t *table = calloc((size_t)n_pages, sizeof *table); /* page 0, over and over */
+    struct kern_seq *seqs = calloc((size_t)n_seqs, sizeof *seqs);
+    float *logits = malloc((size_t)n_seqs * (size_t)V * sizeof *logits);
+    int rc = pages && tails && ids && rows && table && seqs && logits
+                 ? 0
+                 : tow_fail(err, TOW_ENOMEM, "model: no memory for a pass of %d rows", T);
+    for (int32_t i = 0; i < n_seqs && rc == 0; i++) {
+        rows[i] = i * n_rows + n_rows - 1;
+        seqs[i] = (struct kern_seq){.row0 = i * n_rows,
+                                    .n_rows = n_rows,
+                                    .pos0 = context - n_rows,
+                                    .page_ids = table,
+                                    .n_pages = n_pages,
+                                    .tail = tails + (int64_t)i * m->layout.tail_bytes,
+                                    .topk = m->opt.max_topk};
+    }
+    const struct model_batch b = {.ids = ids,
+                                  .T = T,
+                                  .seqs = seqs,
+                                  .n_seqs = n_seqs,
+                                  .pages = pages,
+                                  .n_pages = 1,
+                                  .logit_rows = rows,
+                                  .n_logit_rows = n_seqs,
+                                  .logits = logits};
+    /* A second time as a graph, which takes memory too. */
+    for (int i = 0; i < 2 && rc == 0; i++) rc = model_forward(m, &b, err);
+    kern_dev_free(m->dev, pages);
+    kern_dev_free(m->dev, tails);
+    free(ids);
+    free(rows);
+    free(table);
+    free(seqs);
+    free(logits);
+    return rc;
 }

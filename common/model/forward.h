@@ -123,6 +123,13 @@ struct model_batch {
  * TOW_EINVAL (batch broken), TOW_EDEVICE. */
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err);
 
+/* Runs the largest pass that will be asked for, over pages that hold nothing: n_seqs sequences of n_rows
+ * rows each that end at position context. All memory a device needs for passes is taken then, and what
+ * is left may go to pages: no later pass can find it short. Nothing to do where device memory is host
+ * memory, whose scratch is small. TOW_ENOMEM, TOW_EDEVICE. */
+int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
+               struct tow_err *err);
+
 /* Copies rows row0 .. row0+n-1 of the streams [T, hc, D] (act type) that left the last layer of the last
  * pass to host memory. 0, TOW_EDEVICE. */
 int model_read_streams(struct model *m, int32_t row0, int32_t n, void *out);

@@ -876,6 +876,18 @@ static int check_files(struct work *w, struct tow_err *err)
         NET_FILES_OWN + NET_FILES_PEER * MAX_PEERS + NET_FILES_STATUS + w->set.join.n, why, err);
 }
 
+/* What passes need of the device is taken before pages share the rest. */
+static int warm_device(struct work *w, struct tow_err *err)
+{
+    int64_t context = model_peek_weights(w->model)->shape.max_positions;
+    if (w->set.context_length && w->set.context_length < context) context = w->set.context_length;
+    if (context > WIRE_MAX_TOKENS) context = WIRE_MAX_TOKENS;
+    const bool one = w->max_samples == 1; /* prefill: one sequence's chunk; decode: a row of each */
+    int32_t rows = one && context < w->max_rows ? (int32_t)context : w->max_rows;
+    return one ? model_warm(w->model, 1, rows, context, err)
+               : model_warm(w->model, rows, 1, context, err);
+}
+
 static int start_all(struct work *w, struct tow_err *err)
 {
     struct work_own *o = w->own;
@@ -892,7 +904,8 @@ static int start_all(struct work *w, struct tow_err *err)
              (unsigned long long)(rep->file_bytes >> 20),
              rep->mtp_absent ? ", MTP absent: drafts off" : "",
              kern_dev_isa(model_peek_dev(w->model)), kern_dev_threads(model_peek_dev(w->model)));
-    rc = plan_pool(w, err);
+    rc = warm_device(w, err);
+    if (rc == 0) rc = plan_pool(w, err);
     if (rc < 0) return rc;
     collect_facts(w);
     if ((rc = net_loop_open(&w->loop, err)) < 0) return rc;

@@ -34,6 +34,14 @@ struct placed {
     int32_t n;
 };
 
+/* What is launched again and again under one key. */
+struct graph {
+    uint64_t key, generation;
+    cudaGraphExec_t exec; /* owned; NULL: seen once, or not possible */
+    bool seen, refused;
+};
+enum { MAX_GRAPHS = 256 };
+
 struct cuda_own {
     struct {
         void *mem;
@@ -46,6 +54,10 @@ struct cuda_own {
     size_t staged;
     struct placed *placed; /* owned [n_placed] */
     size_t n_placed, room_placed;
+    struct graph graphs[MAX_GRAPHS];
+    int n_graphs;
+    uint64_t generation; /* rises when memory that graphs know of moves */
+    bool capturing;
     int rc; /* sticky */
     char what[256];
 };
@@ -89,7 +101,12 @@ void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes)
 {
     struct cuda_own *o = s->own;
     if (bytes <= o->slot[slot].bytes) return o->slot[slot].mem;
+    if (o->capturing) {
+        keep(s, TOW_EDEVICE, "scratch grows in a graph", cudaErrorStreamCaptureUnsupported);
+        return NULL;
+    }
     size_t room = align_up(bytes + bytes / 4);
+    o->generation++;
     if (o->slot[slot].mem) {
         if (checked(s, "scratch", cudaStreamSynchronize(s->cu)) < 0) return NULL;
         cudaFree(o->slot[slot].mem);
@@ -107,6 +124,7 @@ static int mirror_grow(struct kern_stream *s, struct cuda_mirror *m, size_t byte
 {
     if (bytes <= m->room) return s->own->rc;
     size_t room = align_up(bytes * 2);
+    s->own->generation++;
     if (checked(s, "metadata", cudaStreamSynchronize(s->cu)) < 0) return s->own->rc;
     cudaFree(m->dev);
     cudaFreeHost(m->pinned);
@@ -200,6 +218,65 @@ const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes)
                 cudaMemcpyAsync(m->dev, m->pinned, bytes, cudaMemcpyHostToDevice, s->cu)) < 0)
         return NULL;
     return m->dev;
+}
+
+/* ------------------------------------------------------------------ graphs
+ * The first time things run as they are, so that scratch has grown; the second time they are captured.
+ * A graph knows addresses: when scratch or metadata has moved since, it is made anew. */
+
+static struct graph *graph_of(struct cuda_own *o, uint64_t key)
+{
+    for (int i = 0; i < o->n_graphs; i++)
+        if (o->graphs[i].key == key) return &o->graphs[i];
+    if (o->n_graphs == MAX_GRAPHS) return NULL;
+    o->graphs[o->n_graphs].key = key;
+    return &o->graphs[o->n_graphs++];
+}
+
+/* Captures enqueue(); false when something in it cannot be, after which the stream is as before. */
+static bool capture(struct kern_stream *s, struct graph *g, int (*enqueue)(void *), void *arg)
+{
+    struct cuda_own *o = s->own;
+    cudaGraph_t graph = NULL;
+    if (g->exec) cudaGraphExecDestroy(g->exec);
+    g->exec = NULL;
+    if (cudaStreamBeginCapture(s->cu, cudaStreamCaptureModeThreadLocal) != cudaSuccess)
+        return false;
+    o->capturing = true;
+    const int rc = enqueue(arg);
+    o->capturing = false;
+    const cudaError_t e = cudaStreamEndCapture(s->cu, &graph);
+    const bool ok =
+        rc == 0 && e == cudaSuccess && cudaGraphInstantiate(&g->exec, graph, 0) == cudaSuccess;
+    if (graph) cudaGraphDestroy(graph);
+    if (!ok) {
+        if (o->rc == 0)
+            fprintf(stderr, "cuda: %d rows cannot be kept as a graph (%s)\n", (int)(g->key & 255),
+                    cudaGetErrorString(e));
+        cudaGetLastError();
+        o->rc = 0;
+        g->exec = NULL;
+    }
+    g->generation = o->generation;
+    return ok;
+}
+
+static int repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg)
+{
+    struct cuda_own *o = s->own;
+    struct graph *g = o->rc == 0 ? graph_of(o, key) : NULL;
+    if (!g || g->refused) return enqueue(arg);
+    if (!g->seen) {
+        g->seen = true;
+        return enqueue(arg);
+    }
+    if (!g->exec || g->generation != o->generation) {
+        if (!capture(s, g, enqueue, arg)) {
+            g->refused = true;
+            return enqueue(arg);
+        }
+    }
+    return checked(s, "graph", cudaGraphLaunch(g->exec, s->cu));
 }
 
 /* ------------------------------------------------------------------ copies */
@@ -382,6 +459,8 @@ static void close_dev(struct kern_dev *dev)
     struct cuda_own *o = &dev->own;
     cudaSetDevice(dev->number);
     if (dev->stream.cu) cudaStreamSynchronize(dev->stream.cu);
+    for (int i = 0; i < o->n_graphs; i++)
+        if (o->graphs[i].exec) cudaGraphExecDestroy(o->graphs[i].exec);
     for (int i = 0; i < CUDA_N_SLOTS; i++) cudaFree(o->slot[i].mem);
     mirror_free(&o->announced);
     mirror_free(&o->foreign);
@@ -435,6 +514,7 @@ static const struct kern_backend *backend(void)
     b.write = write_in;
     b.read = read_out;
     b.copy = copy_within;
+    b.repeat = repeat;
     b.batch = batch;
     b.place = place;
     b.place_bytes = place_bytes;
