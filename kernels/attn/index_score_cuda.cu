@@ -1,0 +1,377 @@
+/* kernels/attn/index_score_cuda.cu - scores of index entries, keys against the heads of a row on the
+ * matrix unit.
+ *
+ * The work is a list of tiles: for each block of R rows (four in prefill, one in decode) runs of 128
+ * entries. Every CTA of a fixed grid adds up how many there are, takes an equal and contiguous share,
+ * and walks it; lengths are read on the device and no CTA has more than one tile above another.
+ * A tile: codes are widened to bf16 in shared memory, keys stand on the M side and stay in registers
+ * while the rows of the block pass by, heads on the N side; so a thread has sixteen of 64 heads
+ * of a key, adds up their weighted positive parts ascending, and two shuffles finish the key. The next
+ * tile's codes are on their way meanwhile. A key's scale (fp8) multiplies the finished sum.
+ *
+ * The order of a score's sum depends on the width and the number of heads alone. A key side of wgmma
+ * is the next step for prefill; it would have to keep this order or be used for decode too.
+ * Bound: decode by reading keys (68 or 132 bytes an entry), prefill by the matrix unit.
+ */
+#include "kernels/attn/index_score.cuh"
+#include "kernels/attn/widen.cuh"
+#include "kernels/cuda/mma.cuh"
+
+enum { TILE = 128, THREADS = 256, WARPS = THREADS / 32, MAX_HEADS = 64, PLAIN_WARPS = 8 };
+
+/* 16-byte pieces of a row of w bf16: as they lie in shared memory so that eight rows' pieces of one
+ * column meet different banks. */
+template <int KS> struct rows_of {
+    static constexpr int CH = 2 * KS, LD = CH % 8 == 0 ? CH : CH | 1;
+    static __device__ __forceinline__ int at(int row, int piece)
+    {
+        return CH % 8 == 0 ? row * LD + (piece ^ (row & 7)) : row * LD + piece;
+    }
+};
+
+/* Rows t .. of one sequence within the block that ends before `end`. */
+struct segment {
+    int32_t n;     /* rows */
+    int32_t tiles; /* of each */
+    int32_t seen;  /* entries the last row sees */
+    struct cuda_seq q;
+};
+static __device__ __forceinline__ struct segment segment_at(const struct index_score &p, int32_t t,
+                                                            int32_t end)
+{
+    struct segment g;
+    const int32_t i = p.b.row_seq[t];
+    g.n = 1;
+    g.tiles = g.seen = 0;
+    if (i < 0) return g;
+    g.q = p.b.seqs[i];
+    const int32_t last = g.q.row0 + g.q.n_rows < end ? g.q.row0 + g.q.n_rows : end;
+    g.n = last - t;
+    g.seen = dev_visible(p.kv, g.q, last - 1);
+    if (p.all || g.seen > g.q.topk) g.tiles = (g.seen + TILE - 1) / TILE;
+    return g;
+}
+static __device__ __forceinline__ int32_t block_end(const struct index_score &p, int32_t b, int R)
+{
+    const int32_t end = p.row0 + p.n_rows, e = p.row0 + (b + 1) * R;
+    return e < end ? e : end;
+}
+static __device__ int32_t block_tiles(const struct index_score &p, int32_t b, int R)
+{
+    int32_t tiles = 0;
+    const int32_t end = block_end(p, b, R);
+    for (int32_t t = p.row0 + b * R; t < end;) {
+        const struct segment g = segment_at(p, t, end);
+        tiles += g.tiles;
+        t += g.n;
+    }
+    return tiles;
+}
+
+struct share {
+    int32_t block, tile; /* where it begins: so many tiles into a block */
+    int32_t tiles;
+};
+/* This CTA's share of all tiles. */
+static __device__ struct share find_share(const struct index_score &p, int R, int32_t *warp_sums,
+                                          struct share *out)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int32_t n_blocks = (p.n_rows + R - 1) / R, per = (n_blocks + THREADS - 1) / THREADS;
+    const int32_t b0 = threadIdx.x * per, b1 = b0 + per < n_blocks ? b0 + per : n_blocks;
+    int32_t mine = 0;
+    for (int32_t b = b0; b < b1; b++) mine += block_tiles(p, b, R);
+    int32_t sum = mine;
+    for (int d = 1; d < 32; d *= 2) {
+        const int32_t o = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += o;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    if (threadIdx.x == 0) out->block = out->tile = out->tiles = 0;
+    __syncthreads();
+    int32_t before = sum - mine, total = 0;
+    for (int w = 0; w < WARPS; w++) {
+        if (w < warp) before += warp_sums[w];
+        total += warp_sums[w];
+    }
+    const int32_t first = (int32_t)((int64_t)total * blockIdx.x / gridDim.x);
+    const int32_t last = (int32_t)((int64_t)total * (blockIdx.x + 1) / gridDim.x);
+    if (first < last && first >= before && first < before + mine) {
+        int32_t b = b0, at = before;
+        for (int32_t n; at + (n = block_tiles(p, b, R)) <= first; b++) at += n;
+        out->block = b;
+        out->tile = first - at;
+        out->tiles = last - first;
+    }
+    __syncthreads();
+    return *out;
+}
+
+/* Codes of a tile on their way: pieces of 16 bytes, thread by thread. */
+template <int KS, int FMT> struct codes {
+    static constexpr int W = 16 * KS;
+    static constexpr int ROW = FMT == KERN_IK_FP4 ? W / 2 : FMT == KERN_IK_FP8 ? W : 2 * W;
+    static constexpr int PER = ROW / 16, N = (TILE * PER + THREADS - 1) / THREADS;
+    uint4 raw[N];
+    uint8_t exponent[FMT == KERN_IK_FP4 ? N : 1]; /* one scale for the 32 codes of a piece */
+    float scale;                                  /* fp8: of key threadIdx.x */
+
+    __device__ __forceinline__ void load(const struct index_score &p, const struct cuda_seq &q,
+                                         int32_t e0, int32_t seen)
+    {
+        const int32_t per_page = p.kv.y.per_page;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int c = threadIdx.x + i * THREADS, key = c / PER, piece = c % PER;
+            raw[i] = make_uint4(0, 0, 0, 0);
+            if (FMT == KERN_IK_FP4) exponent[i] = 0;
+            if ((TILE * PER) % THREADS != 0 && key >= TILE) continue;
+            const int32_t e = e0 + key;
+            if (e >= seen) continue;
+            const uint8_t *part = part_of(p, q, e / per_page);
+            const int32_t row = e % per_page;
+            raw[i] = __ldg((const uint4 *)(part + (int64_t)row * ROW + piece * 16));
+            if (FMT == KERN_IK_FP4) exponent[i] = part[per_page * ROW + row * PER + piece];
+        }
+        if (FMT == KERN_IK_FP8) {
+            const int32_t e = e0 + (int32_t)threadIdx.x;
+            scale = 0.0f;
+            if (threadIdx.x < TILE && e < seen)
+                scale = ((const float *)(part_of(p, q, e / per_page) +
+                                         (int64_t)per_page * ROW))[e % per_page];
+        }
+    }
+    static __device__ __forceinline__ const uint8_t *part_of(const struct index_score &p,
+                                                             const struct cuda_seq &q, int32_t page)
+    {
+        const int64_t id = q.page_ids[(int64_t)page * q.page_step + p.companion];
+        return p.kv.pages + id * p.kv.page_bytes + p.key_off;
+    }
+    __device__ __forceinline__ void store(uint4 *keys, float *scales) const
+    {
+        using at = rows_of<KS>;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            const int c = threadIdx.x + i * THREADS, key = c / PER, piece = c % PER;
+            if ((TILE * PER) % THREADS != 0 && key >= TILE) continue;
+            if (FMT == KERN_IK_FP4) {
+                const uint32_t s = dev_ue8m0_bf16x2(exponent[i]);
+                keys[at::at(key, piece * 4)] = dev_e2m1x8_bf16(raw[i].x, s);
+                keys[at::at(key, piece * 4 + 1)] = dev_e2m1x8_bf16(raw[i].y, s);
+                keys[at::at(key, piece * 4 + 2)] = dev_e2m1x8_bf16(raw[i].z, s);
+                keys[at::at(key, piece * 4 + 3)] = dev_e2m1x8_bf16(raw[i].w, s);
+            } else if (FMT == KERN_IK_FP8) {
+                uint4 lo, hi;
+                dev_e4m3x16_bf16(raw[i], &lo, &hi);
+                keys[at::at(key, piece * 2)] = lo;
+                keys[at::at(key, piece * 2 + 1)] = hi;
+            } else {
+                keys[at::at(key, piece)] = raw[i];
+            }
+        }
+        if (FMT == KERN_IK_FP8 && threadIdx.x < TILE) scales[threadIdx.x] = scale;
+    }
+};
+
+static __device__ __forceinline__ float positive(float x) /* NaN stays */
+{
+    float r;
+    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
+    return r;
+}
+
+/* Queries of n rows from t on, and their weights; heads past H are zeros. */
+template <int KS>
+static __device__ __forceinline__ void load_queries(const struct index_score &p, int32_t t,
+                                                    int32_t n, int32_t heads, uint4 *q, float *wt)
+{
+    using at = rows_of<KS>;
+    for (int i = threadIdx.x; i < n * heads * at::CH; i += THREADS) {
+        const int piece = i % at::CH, h = i / at::CH % heads, r = i / at::CH / heads;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (h < p.H) x = __ldg((const uint4 *)p.q + ((int64_t)(t + r) * p.H + h) * at::CH + piece);
+        q[at::at(r * heads + h, piece)] = x;
+    }
+    for (int i = threadIdx.x; i < n * heads; i += THREADS) {
+        const int h = i % heads, r = i / heads;
+        wt[i] = h < p.H ? dev_load(p.wt, (int64_t)(t + r) * p.H + h, p.act) * p.factor : 0.0f;
+    }
+}
+
+template <int KS, int FMT, int R>
+static __global__ void __launch_bounds__(THREADS, 2)
+    score_kernel(const __grid_constant__ struct index_score p, int32_t heads)
+{
+    using at = rows_of<KS>;
+    constexpr int MT = R == 1 ? 1 : 2;                    /* 16-key tiles of a warp */
+    constexpr bool AHEAD = FMT != KERN_IK_BF16 || R == 1; /* registers for the next tile */
+    extern __shared__ uint4 shared[];
+    uint4 *keys = shared, *q = keys + TILE * at::LD;
+    float *wt = (float *)(q + R * heads * at::LD), *scales = wt + R * heads;
+    __shared__ int32_t warp_sums[WARPS];
+    __shared__ struct share found;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int key0 = (R == 1 ? warp : warp % 4) * 16 * MT;
+    const int first_row = R == 1 ? 0 : warp / 4 * (R / 2),
+              last_row = R == 1 ? 1 : first_row + R / 2;
+
+    const struct share sh = find_share(p, R, warp_sums, &found);
+    int32_t left = sh.tiles, skip = sh.tile;
+    for (int32_t b = sh.block; left > 0; b++) {
+        const int32_t end = block_end(p, b, R);
+        for (int32_t t = p.row0 + b * R; t < end && left > 0;) {
+            const struct segment g = segment_at(p, t, end);
+            if (skip >= g.tiles) {
+                skip -= g.tiles;
+                t += g.n;
+                continue;
+            }
+            int32_t tile = skip;
+            const int32_t stop = g.tiles - tile < left ? g.tiles : tile + left;
+            left -= stop - tile;
+            skip = 0;
+            struct codes<KS, FMT> c;
+            if (AHEAD) c.load(p, g.q, tile * TILE, g.seen);
+            load_queries<KS>(p, t, g.n, heads, q, wt);
+            for (; tile < stop; tile++) {
+                if (!AHEAD) c.load(p, g.q, tile * TILE, g.seen);
+                c.store(keys, scales);
+                __syncthreads();
+                if (AHEAD && tile + 1 < stop) c.load(p, g.q, (tile + 1) * TILE, g.seen);
+                uint32_t a[MT][KS][4];
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int k = 0; k < KS; k++)
+                        dev_ldmatrix4(a[m][k],
+                                      &keys[at::at(key0 + m * 16 + lane % 16, 2 * k + lane / 16)]);
+                for (int r = first_row; r < last_row && r < g.n; r++) {
+                    float sum[MT][2] = {};
+                    for (int h = 0; h < heads; h += 16) {
+                        float acc[MT][2][4] = {};
+                        const int row = r * heads + h + lane % 8 + lane / 16 * 8;
+#pragma unroll
+                        for (int k = 0; k < KS; k++) {
+                            uint32_t x[4];
+                            dev_ldmatrix4(x, &q[at::at(row, 2 * k + lane / 8 % 2)]);
+#pragma unroll
+                            for (int m = 0; m < MT; m++) {
+                                dev_mma(acc[m][0], a[m][k], x);
+                                dev_mma(acc[m][1], a[m][k], x + 2);
+                            }
+                        }
+#pragma unroll
+                        for (int n = 0; n < 2; n++) {
+                            const float2 w =
+                                *(const float2 *)&wt[r * heads + h + n * 8 + lane % 4 * 2];
+#pragma unroll
+                            for (int m = 0; m < MT; m++)
+#pragma unroll
+                                for (int i = 0; i < 2; i++) {
+                                    sum[m][i] = fmaf(w.x, positive(acc[m][n][2 * i]), sum[m][i]);
+                                    sum[m][i] =
+                                        fmaf(w.y, positive(acc[m][n][2 * i + 1]), sum[m][i]);
+                                }
+                        }
+                    }
+                    const int32_t seen = dev_visible(p.kv, g.q, t + r);
+                    float *out = p.out + (int64_t)(t + r - p.row0) * p.ld;
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            float v = sum[m][i];
+                            v += __shfl_xor_sync(~0u, v, 1);
+                            v += __shfl_xor_sync(~0u, v, 2);
+                            const int key = key0 + m * 16 + i * 8 + lane / 4;
+                            const int32_t e = tile * TILE + key;
+                            if (FMT == KERN_IK_FP8) v *= scales[key];
+                            if (lane % 4 == 0 && e < seen) out[e] = v;
+                        }
+                }
+                __syncthreads();
+            }
+            t += g.n;
+        }
+    }
+}
+
+/* Any types and widths, in f32: a warp has a key in registers and takes the heads in turn. */
+static __global__ void __launch_bounds__(32 * PLAIN_WARPS)
+    plain_kernel(const __grid_constant__ struct index_score p)
+{
+    constexpr int PER_LANE = 32; /* widths to 1024 */
+    const int32_t t = p.row0 + blockIdx.x, i = p.b.row_seq[t];
+    if (i < 0) return;
+    const struct cuda_seq q = p.b.seqs[i];
+    const int32_t seen = dev_visible(p.kv, q, t), w = p.kv.w;
+    if (!p.all && seen <= q.topk) return;
+    const int lane = threadIdx.x % 32;
+    for (int32_t e = blockIdx.y * PLAIN_WARPS + threadIdx.x / 32; e < seen;
+         e += gridDim.y * PLAIN_WARPS) {
+        const int64_t page = q.page_ids[(int64_t)(e / p.kv.y.per_page) * q.page_step + p.companion];
+        const uint8_t *part = p.kv.pages + page * p.kv.page_bytes + p.key_off;
+        float key[PER_LANE], sum = 0.0f;
+#pragma unroll
+        for (int k = 0; k < PER_LANE; k++)
+            key[k] = lane + 32 * k < w ? dev_ik_at(p.fmt, w, part, p.kv.y.per_page,
+                                                   e % p.kv.y.per_page, lane + 32 * k)
+                                       : 0.0f;
+        for (int32_t h = 0; h < p.H; h++) {
+            const int64_t at = ((int64_t)t * p.H + h) * w + lane;
+            float dot = 0.0f;
+#pragma unroll
+            for (int k = 0; k < PER_LANE; k++)
+                if (lane + 32 * k < w) dot = fmaf(dev_load(p.q, at + 32 * k, p.act), key[k], dot);
+            sum = fmaf(dev_load(p.wt, (int64_t)t * p.H + h, p.act) * p.factor,
+                       positive(dev_warp_sum(dot)), sum);
+        }
+        if (lane == 0) p.out[(int64_t)(t - p.row0) * p.ld + e] = sum;
+    }
+}
+
+template <int KS, int FMT, int R>
+static void launch(struct kern_stream *s, const struct index_score *p)
+{
+    const int32_t heads = (int32_t)cuda_ceil(p->H, 16) * 16;
+    const size_t bytes = (size_t)(TILE + R * heads) * rows_of<KS>::LD * 16 +
+                         (size_t)(R * heads + TILE) * sizeof(float);
+    const size_t most = (size_t)(TILE + R * MAX_HEADS) * rows_of<KS>::LD * 16 +
+                        (size_t)(R * MAX_HEADS + TILE) * sizeof(float);
+    static_assert((TILE + R * MAX_HEADS) * rows_of<KS>::LD * 16 + (R * MAX_HEADS + TILE) * 4 <=
+                      99 * 1024 - 512,
+                  "shared memory of sm_120");
+    CUDA_SHARED((score_kernel<KS, FMT, R>), most);
+    score_kernel<KS, FMT, R><<<(unsigned)(2 * s->n_sm), THREADS, bytes, s->cu>>>(*p, heads);
+}
+template <int KS, int FMT>
+static void launch_rows(struct kern_stream *s, const struct index_score *p)
+{
+    /* Rows of one sequence share its keys; where most have a sequence to themselves, one at a time. */
+    if (p->n_rows > 2 * p->b.n_seqs)
+        launch<KS, FMT, 4>(s, p);
+    else
+        launch<KS, FMT, 1>(s, p);
+}
+template <int KS> static void launch_fmt(struct kern_stream *s, const struct index_score *p)
+{
+    if (p->fmt == KERN_IK_FP4) launch_rows<KS, KERN_IK_FP4>(s, p);
+    if (p->fmt == KERN_IK_FP8) launch_rows<KS, KERN_IK_FP8>(s, p);
+    if (p->fmt == KERN_IK_BF16) launch_rows<KS, KERN_IK_BF16>(s, p);
+}
+
+void index_score_launch(struct kern_stream *s, const struct index_score *p)
+{
+    const bool matrix = p->act == KERN_BF16 && p->fmt != KERN_IK_F32 && p->H <= MAX_HEADS;
+    if (p->n_rows == 0) return;
+    switch (matrix ? p->kv.w : 0) {
+    case 32: launch_fmt<2>(s, p); return;
+    case 64: launch_fmt<4>(s, p); return;
+    case 96: launch_fmt<6>(s, p); return;
+    case 128: launch_fmt<8>(s, p); return;
+    default: break;
+    }
+    const int64_t each = cuda_ceil(16 * s->n_sm, p->n_rows);
+    plain_kernel<<<dim3((unsigned)p->n_rows, (unsigned)(each < 256 ? each : 256)), 32 * PLAIN_WARPS,
+                   0, s->cu>>>(*p);
+}
