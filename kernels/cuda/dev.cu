@@ -10,6 +10,8 @@
  * is full it waits for the stream. So kern_stream_write() returns with its source free.
  */
 #include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/dequant.cuh"
+#include "kernels/cuda/place.cuh"
 
 extern "C" {
 #include "kernels/cuda/table.h"
@@ -377,8 +379,8 @@ static void scale_shape(const struct kern_weight *w, int64_t *rows, int64_t *byt
                                               : w->k / 16);
 }
 
-/* Rows become 16-byte aligned and zero-padded, scales tight; the array is one block with equal strides:
- * all data, then all scales, then the table. */
+/* Rows become 16-byte aligned and zero-padded, scales tight, codes as dequant.cuh wants them; the array
+ * is one block with equal strides: all data, then all scales, then the table and a word for place.cu. */
 static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
 {
     struct kern_stream *s = &dev->stream;
@@ -387,10 +389,13 @@ static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct 
     scale_shape(&w[0], &s_rows, &s_bytes);
     const int64_t width = data_bytes(&w[0]), row = (width + 15) / 16 * 16;
     const int64_t data_each = (int64_t)align_up((size_t)(w[0].n * row));
-    const int64_t scale_each = (int64_t)align_up((size_t)(s_rows * s_bytes));
+    const int64_t nan_rows = cuda_has_nan_rows(w[0].fmt) ? w[0].n : 0;
+    const int64_t scale_each = (int64_t)align_up(
+        (size_t)(cuda_scale_bytes(w[0].fmt, w[0].sfmt, w[0].n, w[0].k) + nan_rows));
     const int64_t table_at = (data_each + scale_each) * n;
-    uint8_t *mem =
-        (uint8_t *)alloc_dev(dev, (size_t)table_at + (size_t)n * sizeof(struct cuda_weight));
+    const int64_t refused_at = table_at + n * (int64_t)sizeof(struct cuda_weight);
+    int32_t refused = 0;
+    uint8_t *mem = (uint8_t *)alloc_dev(dev, (size_t)refused_at + sizeof refused);
     struct cuda_weight *t = (struct cuda_weight *)malloc((size_t)n * sizeof *t);
     struct cuda_weight *table = (struct cuda_weight *)(mem + table_at);
     int rc = mem && t ? remember(dev, w, mem, table, n) : TOW_ENOMEM;
@@ -411,15 +416,21 @@ static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct 
                          cudaMemcpy2DAsync(scale, (size_t)s_bytes, w[i].scale,
                                            (size_t)w[i].scale_row_bytes, (size_t)s_bytes,
                                            (size_t)s_rows, cudaMemcpyHostToDevice, s->cu));
+        cuda_place_codes(s->cu, w[i].fmt, w[i].sfmt, w[i].n, w[i].k, data, row, scale,
+                         (int32_t *)(mem + refused_at));
         w[i].data = data;
         w[i].row_bytes = row;
-        w[i].scale = s_rows ? scale : NULL;
+        w[i].scale = scale_each ? scale : NULL;
         w[i].scale_row_bytes = s_bytes;
-        t[i] = {data, s_rows ? scale : NULL, w[i].scale2, w[i].input_scale};
+        t[i] = {data, scale_each ? scale : NULL, w[i].scale2, w[i].input_scale};
     }
     if (rc == 0) rc = write_in(s, table, t, (size_t)n * sizeof *t);
-    if (rc == 0) rc = sync_stream(s);
+    if (rc == 0) rc = cuda_done(s, "place");
+    if (rc == 0) rc = read_out(s, &refused, mem + refused_at, sizeof refused);
     free(t);
+    if (refused)
+        return tow_fail(err, TOW_EINVAL, "weights [%d, %d]: an MXFP4 scale is above 2^17", w[0].n,
+                        w[0].k);
     return rc < 0 ? tow_fail(err, rc, "weights to the device: %s", dev->own.what) : 0;
 }
 
