@@ -14,6 +14,7 @@
  */
 #include "kernels/moe/moe_cuda.cuh"
 
+#include "kernels/cuda/dequant.cuh"
 #include "kernels/cuda/math.cuh"
 
 static const unsigned ALL = 0xffffffffu;
@@ -194,17 +195,9 @@ static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_const
     }
     if (p.aq == KERN_AQ_A128) round_a128(v);
     if (p.aq == KERN_AQ_NVFP4) round_nvfp4(v, p.w[p.experts[p.plan.order[row]]].input_scale, true);
-    /* Values 8 j + {0, 4, 1, 5 | 2, 6, 3, 7}: a lane and its neighbour have the halves of eight. */
-    const bool odd = lane & 1;
-    const float a = __shfl_xor_sync(ALL, odd ? v[0] : v[2], 1);
-    const float b = __shfl_xor_sync(ALL, odd ? v[1] : v[3], 1);
-    const uint32_t lo = odd ? kern_bf16_encode(a) | (uint32_t)kern_bf16_encode(v[2]) << 16
-                            : kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(a) << 16;
-    const uint32_t hi = odd ? kern_bf16_encode(b) | (uint32_t)kern_bf16_encode(v[3]) << 16
-                            : kern_bf16_encode(v[1]) | (uint32_t)kern_bf16_encode(b) << 16;
-    const int piece = lane / 2 % 4 * 4 + lane / 8;
-    uint16_t *out = p.out + row * p.kp + k0 / 128 * 128 + piece * 8 + odd * 4;
-    *(uint2 *)out = make_uint2(lo, hi);
+    const uint32_t lo = kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16;
+    const uint32_t hi = kern_bf16_encode(v[2]) | (uint32_t)kern_bf16_encode(v[3]) << 16;
+    *(uint2 *)(p.out + row * p.kp + k0) = make_uint2(lo, hi);
 }
 
 static void launch_rows(struct kern_stream *s, const struct rows *p, int64_t n)
@@ -287,14 +280,15 @@ static __device__ __forceinline__ float stored_at(const struct moe_matrix &m,
     const int64_t col = k / (m.fmt == KERN_W_FP8 ? 128 : m.fmt == KERN_W_MXFP4 ? 32 : 16);
     const uint8_t *at = w.scale + row * m.scale_bytes;
     float scale = 1.0f;
-    if (m.sfmt == KERN_S_UE8M0) scale = kern_ue8m0_decode(at[col]);
+    if (m.sfmt == KERN_S_UE8M0)
+        scale = kern_ue8m0_decode((uint8_t)(at[col] - (m.fmt == KERN_W_MXFP4 ? 110 : 0)));
     if (m.sfmt == KERN_S_E4M3) scale = dev_e4m3_decode(at[col]);
     if (m.sfmt == KERN_S_F32) scale = ((const float *)at)[col];
     switch (m.fmt) {
     case KERN_W_F32: return ((const float *)d)[k];
     case KERN_W_BF16: return kern_bf16_decode(((const uint16_t *)d)[k]);
-    case KERN_W_FP8: return dev_e4m3_decode(d[k]) * scale;
-    default: return dev_e2m1_decode(kern_nibble(d, k)) * scale;
+    case KERN_W_FP8: return dev_e4m3_in(((const uint32_t *)d)[k / 4], (int)(k % 4)) * scale;
+    default: return dev_e2m1_in(((const uint32_t *)d)[k / 8], (int)(k % 8)) * scale;
     }
 }
 /* x . row n; all lanes get it. */

@@ -3,9 +3,7 @@
  *
  * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, then row, then slot. A tile
  *          is up to as many neighbouring pairs of one expert as a block multiplies at once.
- * Rows     A prepared row is bf16, padded with zeros to a multiple of MOE_PAD, and in the order in which
- *          a thread of the product reads it: of each 128 values, 16-byte piece j * 4 + t holds values
- *          32 t + 8 j + {0, 4, 1, 5, 2, 6, 3, 7}. See moe_product.cuh.
+ * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD.
  */
 #ifndef KERN_MOE_CUDA_CUH
 #define KERN_MOE_CUDA_CUH

@@ -6,16 +6,17 @@
  *          Codes, scales and x come through a ring of stages in shared memory, by cp.async.
  * Order    Of each 128 values of the inner width, thread t of four owns 32 t .. 32 t + 31: for 4-bit codes
  *          that is one 16-byte load and one scale (mxfp4) or two (nvfp4). A step of 16 takes four values
- *          of each of the four threads; which stand in which place of a fragment is free as long as x
- *          stands the same (moe_cuda.cuh, Rows). The chain of steps is the same for every tile size, so
- *          a row has the same bits in any batch.
+ *          of each of the four threads, of x as of weights, so x lies in its natural order. The chain of
+ *          steps is the same for every tile size: a row has the same bits in any batch.
  * Exact    A value (code times its scale) is made in bf16 without rounding; fp8's block scale and all
- *          second scales multiply sums.
+ *          second scales multiply sums. See kernels/cuda/dequant.cuh.
  */
 #ifndef KERN_MOE_PRODUCT_CUH
 #define KERN_MOE_PRODUCT_CUH
 
+#include "kernels/cuda/dequant.cuh"
 #include "kernels/cuda/math.cuh"
+#include "kernels/cuda/mma.cuh"
 #include "kernels/moe/moe_cuda.cuh"
 
 /* Of 128 values of a row: bytes of codes, bytes of scales staged with them. */
@@ -51,106 +52,29 @@ template <enum kern_wfmt F, int NT, bool TWO> struct moe_shape {
     };
 };
 
-static __device__ __forceinline__ void moe_copy16(uint32_t to, const void *from, bool real)
+template <int N> static __device__ __forceinline__ void moe_copy(void *to, const void *from)
 {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(real ? 16 : 0)
-                 : "memory");
-}
-template <int N> static __device__ __forceinline__ void moe_copy(uint32_t to, const void *from)
-{
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(N)
-                 : "memory");
-}
-static __device__ __forceinline__ void moe_commit(void)
-{
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    asm volatile(
+        "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)),
+        "l"(__cvta_generic_to_global(from)), "n"(N)
+        : "memory");
 }
 /* All but the newest n groups of this thread have landed. */
 static __device__ __forceinline__ void moe_wait(int n)
 {
     if (n <= 0)
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        dev_copy_wait<0>();
     else if (n == 1)
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        dev_copy_wait<1>();
     else
-        asm volatile("cp.async.wait_group 2;" ::: "memory");
+        dev_copy_wait<2>();
 }
 
-static __device__ __forceinline__ void moe_mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
-                                               uint32_t b1)
+/* Where 16-byte piece c of pair n lies in a stage: pieces that eight neighbouring threads read at once
+ * (two pairs, four quarters) lie in different banks. */
+static __device__ __forceinline__ int moe_x_piece(int n, int c)
 {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
-                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-static __device__ __forceinline__ uint32_t moe_mul(uint32_t a, uint32_t b)
-{
-    uint32_t r;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-    return r;
-}
-static __device__ __forceinline__ uint32_t moe_twice(uint32_t bf16)
-{
-    return bf16 << 16 | bf16;
-}
-
-/* What a row's codes are multiplied with; more says that `then` differs from 1. */
-struct moe_factor {
-    uint32_t first, then;
-};
-
-/* e2m1 moved under a bf16's exponent counts 2^-126 of its value; that is made good by the factor. */
-static __device__ __forceinline__ struct moe_factor moe_factor_ue8m0(uint32_t b, bool *more)
-{
-    struct moe_factor f;
-    f.first = moe_twice((b <= 128 ? b + 126 : 253) << 7);
-    f.then = moe_twice(b <= 128 ? 0x3f80u : b == 255 ? 0x7fc0u : b << 7);
-    *more |= b > 128;
-    return f;
-}
-/* 2^117 of the scale: nine powers of two are left to the sum, lest large scales overflow. */
-enum { MOE_NVFP4_LEFT = 512 };
-static __device__ __forceinline__ uint32_t moe_factor_e4m3(uint32_t c)
-{
-    const uint32_t v = (c & 0x80u) << 8 | (c & 0x7fu) << 4;
-    if ((c & 0x7fu) == 0x7fu) return moe_twice(0x7fc0u);
-    return moe_mul(moe_mul(moe_twice(v), moe_twice(0x7b80u)), moe_twice(0x7a00u));
-}
-
-/* Codes p and p + 4 of eight, p = 0 .. 3, as two bf16. */
-static __device__ __forceinline__ void moe_e2m1(uint32_t w, uint32_t (&r)[4])
-{
-    r[0] = (w << 12 & 0x80008000u) | (w << 6 & 0x01c001c0u);
-    r[1] = (w << 8 & 0x80008000u) | (w << 2 & 0x01c001c0u);
-    r[2] = (w << 4 & 0x80008000u) | (w >> 2 & 0x01c001c0u);
-    r[3] = (w & 0x80008000u) | (w >> 6 & 0x01c001c0u);
-}
-/* The same of eight e4m3 codes, of their values. */
-static __device__ __forceinline__ void moe_e4m3(uint2 w, uint32_t (&r)[4])
-{
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
-        const uint32_t x = __byte_perm(w.x, w.y, p << 4 | (4 + p) << 12 | p | (4 + p) << 8);
-        r[p] = moe_mul((x & 0x80008000u) | (x >> 4 & 0x07f007f0u), moe_twice(0x7b80u));
-    }
-    const uint32_t nan =
-        (((w.x & 0x7f7f7f7fu) + 0x01010101u) | ((w.y & 0x7f7f7f7fu) + 0x01010101u)) & 0x80808080u;
-    if (nan == 0) return;
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
-        if ((w.x >> 8 * p & 0x7f) == 0x7f) r[p] |= 0x7fc0u;
-        if ((w.y >> 8 * p & 0x7f) == 0x7f) r[p] |= 0x7fc00000u;
-    }
-}
-/* The same of eight bf16. */
-static __device__ __forceinline__ void moe_bf16(uint4 w, uint32_t (&r)[4])
-{
-    r[0] = __byte_perm(w.x, w.z, 0x5410);
-    r[1] = __byte_perm(w.x, w.z, 0x7632);
-    r[2] = __byte_perm(w.y, w.w, 0x5410);
-    r[3] = __byte_perm(w.y, w.w, 0x7632);
+    return c ^ (c >> 3 & 1) ^ (n & 1) << 1;
 }
 
 /* What a block works on. */
@@ -173,7 +97,6 @@ static __device__ __forceinline__ void moe_load(const struct moe_product &p,
         X_PIECES = S::X / 16,
     };
     const int tid = threadIdx.x;
-    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
     {
         const int r = tid / PIECES, c = tid % PIECES;
         const int64_t off = (int64_t)it * S::CODES + c * 16;
@@ -184,7 +107,7 @@ static __device__ __forceinline__ void moe_load(const struct moe_product &p,
                 const int row = r + i;
                 const bool real = row < j.left[m] && off < p.a.row_bytes;
                 const int swizzled = S::BLOCKS == 2 ? c ^ (row & 1) << 2 : c;
-                moe_copy16(at + (m * S::ROWS + row) * S::CODES + swizzled * 16,
+                dev_copy16(to + (m * S::ROWS + row) * S::CODES + swizzled * 16,
                            real ? j.data[m] + row * p.a.row_bytes + off : j.data[0], real);
             }
     }
@@ -196,7 +119,7 @@ static __device__ __forceinline__ void moe_load(const struct moe_product &p,
         uint8_t *dst = to + S::SCALES_AT + tid * S::SCALES;
         if (row < left && p.a.scale_bytes % (S::SCALES ? S::SCALES : 1) == 0 &&
             off < p.a.scale_bytes) {
-            moe_copy<S::SCALES ? S::SCALES : 4>(at + S::SCALES_AT + tid * S::SCALES, from);
+            moe_copy<S::SCALES ? S::SCALES : 4>(dst, from);
         } else {
             for (int i = 0; i < S::SCALES; i++)
                 dst[i] = row < left && off + i < p.a.scale_bytes ? from[i] : 0;
@@ -207,9 +130,9 @@ static __device__ __forceinline__ void moe_load(const struct moe_product &p,
         const int n = (i + tid) / X_PIECES, c = (i + tid) % X_PIECES;
         if (n >= (j.n + 7) / 8 * 8) break;
         const int64_t off = (int64_t)x_row[n] * p.kp + (int64_t)it * (S::X / 2) + c * 8;
-        const uint32_t dst = at + S::X_AT + n * S::X + (c ^ (n & 1) << 2) * 16;
-        moe_copy16(dst, p.x0 + off, n < j.n);
-        if (TWO) moe_copy16(dst + S::X1_AT - S::X_AT, p.x1 + off, n < j.n);
+        uint8_t *dst = to + S::X_AT + n * S::X + moe_x_piece(n, c) * 16;
+        dev_copy16(dst, p.x0 + off, n < j.n);
+        if (TWO) dev_copy16(dst + S::X1_AT - S::X_AT, p.x1 + off, n < j.n);
     }
 }
 
@@ -225,9 +148,8 @@ static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_g
 #pragma unroll
     for (int kb = 0; kb < S::BLOCKS; kb++) {
         uint4 code[4];
-        struct moe_factor f[4][F == KERN_W_NVFP4 ? 2 : 1];
-        bool more = false;
-        float part[2][NT][4]; /* fp8: sums of this block */
+        uint32_t factor[4][2]; /* 4-bit: of both halves of a thread's 32 */
+        float part[2][NT][4];  /* fp8: sums of this block */
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             const int row = row0 + (r & 1) * 8 + (r >> 1) * S::ROWS;
@@ -236,11 +158,11 @@ static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_g
                 const int c = S::BLOCKS == 2 ? (kb * 4 + t) ^ (g & 1) << 2 : t;
                 code[r] = *(const uint4 *)(stage + row * S::CODES + c * 16);
             }
-            if (F == KERN_W_MXFP4) f[r][0] = moe_factor_ue8m0(sc[kb * 4 + t], &more);
+            if (F == KERN_W_MXFP4) factor[r][0] = factor[r][1] = dev_mxfp4_factor(sc[kb * 4 + t]);
             if (F == KERN_W_NVFP4) {
                 const uint32_t two = *(const uint16_t *)(sc + kb * 8 + t * 2);
-                f[r][0].first = moe_factor_e4m3(two & 255);
-                f[r][F == KERN_W_NVFP4].first = moe_factor_e4m3(two >> 8);
+                factor[r][0] = dev_nvfp4_factor(two & 255);
+                factor[r][1] = dev_nvfp4_factor(two >> 8);
             }
         }
         if (F == KERN_W_FP8) {
@@ -262,33 +184,36 @@ static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_g
                                        : j == 1 ? code[r].y
                                        : j == 2 ? code[r].z
                                                 : code[r].w;
-                    const struct moe_factor m = f[r][F == KERN_W_NVFP4 ? j / 2 : 0];
-                    moe_e2m1(w, v);
-#pragma unroll
-                    for (int q = 0; q < 4; q++) v[q] = moe_mul(v[q], m.first);
-                    if (F == KERN_W_MXFP4 && more) {
-#pragma unroll
-                        for (int q = 0; q < 4; q++) v[q] = moe_mul(v[q], m.then);
-                    }
+                    dev_e2m1x8(w, factor[r][j / 2], v);
                 }
-                if (F == KERN_W_FP8) moe_e4m3(*(const uint2 *)(at + t * 32 + j * 8), v);
-                if (F == KERN_W_BF16) moe_bf16(*(const uint4 *)(at + t * 64 + j * 16), v);
+                if (F == KERN_W_FP8) {
+                    const uint2 w = *(const uint2 *)(at + t * 32 + j * 8);
+                    dev_e4m3x4(w.x, v);
+                    dev_e4m3x4(w.y, v + 2);
+                }
+                if (F == KERN_W_BF16) {
+                    const uint4 w = *(const uint4 *)(at + t * 64 + j * 16);
+                    v[0] = w.x, v[1] = w.y, v[2] = w.z, v[3] = w.w;
+                }
                 a[r >> 1][0][r & 1] = v[0], a[r >> 1][0][2 + (r & 1)] = v[1];
                 a[r >> 1][1][r & 1] = v[2], a[r >> 1][1][2 + (r & 1)] = v[3];
             }
 #pragma unroll
             for (int i = 0; i < NT; i++) {
                 if (i > 0 && i >= n_groups) break;
-                const int n = i * 8 + g, c = (kb * 16 + j * 4 + t) ^ (g & 1) << 2;
-                const uint4 b = *(const uint4 *)(stage + S::X_AT + n * S::X + c * 16);
-                uint4 d = b;
-                if (TWO) d = *(const uint4 *)(stage + S::X1_AT + n * S::X + c * 16);
-                float(&c0)[4] = F == KERN_W_FP8 ? part[0][i] : acc[0][i];
-                float(&c1)[4] = F == KERN_W_FP8 ? part[1][i] : acc[1][i];
-                moe_mma(c0, a[0][0], b.x, b.y);
-                moe_mma(c1, a[1][0], d.x, d.y);
-                moe_mma(c0, a[0][1], b.z, b.w);
-                moe_mma(c1, a[1][1], d.z, d.w);
+                const int n = i * 8 + g, c = moe_x_piece(n, kb * 16 + t * 4 + j);
+                const uint4 x0 = *(const uint4 *)(stage + S::X_AT + n * S::X + c * 16);
+                uint4 x1 = x0;
+                if (TWO) x1 = *(const uint4 *)(stage + S::X1_AT + n * S::X + c * 16);
+                const uint32_t b0[2][2] = {{x0.x, x0.y}, {x0.z, x0.w}};
+                const uint32_t b1[2][2] = {{x1.x, x1.y}, {x1.z, x1.w}};
+                float *c0 = F == KERN_W_FP8 ? part[0][i] : acc[0][i];
+                float *c1 = F == KERN_W_FP8 ? part[1][i] : acc[1][i];
+#pragma unroll
+                for (int step = 0; step < 2; step++) {
+                    dev_mma(c0, a[0][step], b0[step]);
+                    dev_mma(c1, a[1][step], b1[step]);
+                }
             }
         }
         if (F == KERN_W_FP8) {
@@ -309,6 +234,13 @@ moe_block_scale(const struct moe_matrix &m, const uint8_t *scale, int64_t row, i
 {
     const uint8_t *at = scale + row / 128 * m.scale_bytes;
     return m.sfmt == KERN_S_F32 ? ((const float *)at)[block] : kern_ue8m0_decode(at[block]);
+}
+
+/* [rows]: is a code or a scale of the row NaN? NULL: codes of this format show it themselves. */
+static __device__ __forceinline__ const uint8_t *
+moe_nan_rows(const struct moe_matrix &m, const struct cuda_weight *w, int32_t rows, int32_t k)
+{
+    return cuda_has_nan_rows(m.fmt) ? cuda_nan_rows(w->scale, m.fmt, m.sfmt, rows, k) : NULL;
 }
 
 template <enum kern_wfmt F, int NT, bool TWO>
@@ -348,14 +280,14 @@ static __global__ void __launch_bounds__(moe_shape<F, NT, TWO>::THREADS,
     int load_at = 0, at_stage = 0;
     for (int it = 0; it < stages - 1; it++, load_at++) {
         if (it < n_it) moe_load<F, NT, TWO>(p, j, x_row, it, shared + (size_t)load_at * S::STAGE);
-        moe_commit();
+        dev_copy_commit();
     }
     for (int it = 0; it < n_it; it++) {
         moe_wait(stages - 2);
         __syncthreads(); /* stage `it` is there for all, and none still reads the one before */
         if (it + stages - 1 < n_it)
             moe_load<F, NT, TWO>(p, j, x_row, it + stages - 1, shared + (size_t)load_at * S::STAGE);
-        moe_commit();
+        dev_copy_commit();
         if (F == KERN_W_FP8 && (int64_t)it * 128 < p.k) {
             scale[0] = moe_block_scale(p.a, j.scale[0], first[0], it);
             scale[1] = j.left[1] > 0 ? moe_block_scale(p.b, j.scale[1], first[1], it) : 0.0f;
@@ -370,19 +302,26 @@ static __global__ void __launch_bounds__(moe_shape<F, NT, TWO>::THREADS,
     const int width = p.up ? S::ROWS : 2 * S::ROWS, ld = width + 8;
     uint16_t *tmp = (uint16_t *)shared;
     const int lane = tid % 32, row0 = tid / 32 * 16 + lane / 4;
-    const float left = F == KERN_W_NVFP4 ? (float)MOE_NVFP4_LEFT : 1.0f;
-    const float post_a = F == KERN_W_NVFP4 ? wa->scale2 * left : 1.0f;
-    const float post_b = F == KERN_W_NVFP4 ? wb->scale2 * left : 1.0f;
-    const float in_a = p.input_scaled ? wa->input_scale : 1.0f;
-    const float in_b = p.input_scaled ? wb->input_scale : 1.0f;
+    float post[2], in[2];
+    bool nan[2][2]; /* rows row0, row0 + 8 of each group have a NaN code */
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const struct cuda_weight *w = m ? wb : wa;
+        const uint8_t *rows = moe_nan_rows(m ? p.b : p.a, w, p.rows, p.k);
+        post[m] = moe_format<F>::FP4 ? DEV_E2M1_POST : 1.0f;
+        if (F == KERN_W_NVFP4) post[m] *= w->scale2;
+        in[m] = p.input_scaled ? w->input_scale : 1.0f;
+        for (int c = 0; c < 2; c++)
+            nan[m][c] = rows && row0 + c * 8 < j.left[m] && rows[first[m] + row0 + c * 8];
+    }
 #pragma unroll
     for (int i = 0; i < NT; i++) {
         if (i >= n_groups) break;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const int n = i * 8 + lane % 4 * 2 + (c & 1), row = row0 + (c >> 1) * 8;
-            const float a = kern_bf16_round(acc[0][i][c] * in_a * post_a);
-            const float b = kern_bf16_round(acc[1][i][c] * in_b * post_b);
+            const float a = kern_bf16_round(nan[0][c >> 1] ? NAN : acc[0][i][c] * in[0] * post[0]);
+            const float b = kern_bf16_round(nan[1][c >> 1] ? NAN : acc[1][i][c] * in[1] * post[1]);
             if (p.up) {
                 tmp[n * ld + row] = kern_bf16_encode(dev_gate(a, b, p.limit) * weight[n]);
             } else {
