@@ -7,14 +7,15 @@
  * holds eight neighbours, of h one 16-byte load, of fn two, which serve two MMA steps (the order of k
  * inside a chunk is that of no tensor, only the same on both sides). Eight chunks are a slice.
  *
- *     mix      part[t][slot][n]: sums over a slice by a block of eight warps (many rows), or over a
- *              chunk by a lone warp (few rows: then 128 warps stream fn at once)
+ *     mix      part[t][slot][n]: sums over a slice by a block (many rows; two warps with the same fn
+ *              and 64 rows each, so that the second finds fn in the first-level cache), or over a chunk
+ *              by a lone warp (few rows: then 128 warps stream fn at once)
  *     finish   a block a row: adds up the slots - chunks of a slice by one tree, then slices in order,
- *              so both kinds of mix give the same bits - and from the sums makes pre, post and comb, and
- *              x, whose streams it has loaded meanwhile
+ *              so both kinds of mix give the same bits - and the squares of the streams, which it has
+ *              loaded meanwhile; from these makes pre, post and comb, and x
  *
  * Holding the streams of a row in shared memory between the two was rejected: fn comes from L2 for every
- * block, and only a tile of 64 rows (2 MiB of streams) makes that less than reading h again.
+ * block, and only a tile of many rows (32 KiB of streams each) makes that less than reading h again.
  * Other shapes and f32 streams take a plain kernel, a block a row.
  */
 #include "kernels/cuda/cuda.cuh"
@@ -27,7 +28,8 @@ extern "C" {
 
 enum {
     VEC = 8,                 /* bf16 of a 16-byte load */
-    CHUNK = 128,             /* of K: one warp's sum */
+    CHUNK = 128,             /* of K: one sum of the matrix unit */
+    STEPS = CHUNK / 32,      /* of 32 k each */
     SLICE = 8,               /* chunks */
     SLICE_K = CHUNK * SLICE, /* K must be a multiple */
     FEW_ROWS = 128,          /* up to here a chunk is a slot */
@@ -45,9 +47,8 @@ static bool aligned16(const void *p)
 struct mix {
     const uint16_t *h; /* [T, K] */
     const uint8_t *fn; /* rows fn_row bytes apart */
-    float *part;       /* [T, slots, 8 * (tiles + 1)]: mixes, then the sum of squares */
-    int64_t fn_row;
-    int32_t T, K, N;
+    float *part;       /* [T, slots, 8 * tiles of columns] */
+    int32_t fn_row, T, K, N;
 };
 
 /* Takes the bf16 nearest to two values out of them: what is left is exact. */
@@ -59,94 +60,117 @@ static __device__ __forceinline__ uint32_t split2(float *x, float *y)
     return u;
 }
 
-/* Eight weights of row n of fn, from k on. */
-template <bool F32>
-static __device__ __forceinline__ void load_fn(const struct mix &p, int32_t n, int32_t k,
-                                               float f[VEC])
+/* Adds the products of 32 consecutive k: a of the rows, w of fn, which it uses up. */
+template <int MT, int NT, bool F32>
+static __device__ __forceinline__ void step_sums(const uint4 a[MT][2], float w[NT][VEC],
+                                                 float acc[MT][NT][4])
 {
-    if (n >= p.N) {
 #pragma unroll
-        for (int i = 0; i < VEC; i++) f[i] = 0.0f;
-    } else if (F32) {
-        const float4 *w = (const float4 *)((const float *)(p.fn + n * p.fn_row) + k);
-        const float4 a = w[0], b = w[1];
-        f[0] = a.x, f[1] = a.y, f[2] = a.z, f[3] = a.w;
-        f[4] = b.x, f[5] = b.y, f[6] = b.z, f[7] = b.w;
-    } else {
-        dev_unpack8(*(const uint4 *)((const uint16_t *)(p.fn + n * p.fn_row) + k), f);
-    }
-}
-
-/* The chunk that begins at k0 for MT tiles of 16 rows from row t0 on: acc[m] as the MMA leaves them,
- * squares[m][0..1] of rows g and g + 8, summed over the quad. AHEAD: loads of how many of its
- * four steps may be in flight, as registers allow. */
-template <int MT, int NT, bool F32, int AHEAD>
-static __device__ __forceinline__ void chunk_sums(const struct mix &p, int32_t t0, int32_t k0,
-                                                  float acc[MT][NT][4], float squares[MT][2])
-{
-    const int lane = threadIdx.x & 31, g = lane / 4, quad = lane % 4;
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-        squares[m][0] = squares[m][1] = 0.0f;
+    for (int part = 0; part < (F32 ? 3 : 1); part++)
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 4; i++) acc[m][n][i] = 0.0f;
+            for (int i = 0; i < 2; i++) {
+                const uint32_t y[2] = {split2(&w[n][4 * i], &w[n][4 * i + 1]),
+                                       split2(&w[n][4 * i + 2], &w[n][4 * i + 3])};
+#pragma unroll
+                for (int m = 0; m < MT; m++) {
+                    const uint32_t x[4] = {i ? a[m][0].z : a[m][0].x, i ? a[m][1].z : a[m][1].x,
+                                           i ? a[m][0].w : a[m][0].y, i ? a[m][1].w : a[m][1].y};
+                    dev_mma(acc[m][n], x, y);
+                }
+            }
+}
+
+/* What a thread reads of a chunk. Offsets of 32 bits from two pointers: registers are scarce here. Rows
+ * behind the last one are read as the last and never stored. */
+template <int MT, int NT, bool F32> struct reader {
+    const uint8_t *h, *fn;
+    uint32_t row[MT][2], column[NT];
+    bool there[NT]; /* the row of fn exists */
+};
+template <int MT, int NT, bool F32>
+static __device__ __forceinline__ struct reader<MT, NT, F32> reader_of(const struct mix &p,
+                                                                       int32_t t0, int32_t k0) {
+    const int lane = threadIdx.x & 31, g = lane / 4, quad = lane % 4;
+    struct reader<MT, NT, F32> r;
+    r.h = (const uint8_t *)(p.h + (int64_t)t0 * p.K + k0 + VEC * quad);
+    r.fn = p.fn + (int64_t)(k0 + VEC * quad) * (F32 ? 4 : 2);
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+            r.row[m][i] = (uint32_t)min(16 * m + 8 * i + g, p.T - 1 - t0) * 2 * (uint32_t)p.K;
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        r.there[n] = 8 * n + g < p.N;
+        r.column[n] = r.there[n] ? (uint32_t)(8 * n + g) * (uint32_t)p.fn_row : 0;
     }
-#pragma unroll AHEAD
-    for (int b = 0; b < CHUNK / 32; b++) {
-        const int32_t k = k0 + 32 * b + VEC * quad;
-        uint4 a[MT][2];
+    return r;
+}
+/* Step b's bytes of fn, row 8 n + lane / 4. */
+template <int MT, int NT, bool F32>
+static __device__ __forceinline__ const uint8_t *fn_at(const struct reader<MT, NT, F32> &r, int n,
+                                                       int b)
+{
+    return r.fn + r.column[n] + 32 * b * (F32 ? 4 : 2);
+}
+
+/* 32 bytes of f32 or 16 of bf16. */
+template <bool F32>
+static __device__ __forceinline__ void widen_fn(const uint4 v[F32 ? 2 : 1], float f[VEC])
+{
+    if (F32) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            f[4 * i] = __uint_as_float(v[F32 ? i : 0].x);
+            f[4 * i + 1] = __uint_as_float(v[F32 ? i : 0].y);
+            f[4 * i + 2] = __uint_as_float(v[F32 ? i : 0].z);
+            f[4 * i + 3] = __uint_as_float(v[F32 ? i : 0].w);
+        }
+    } else {
+        dev_unpack8(v[0], f);
+    }
+}
+
+/* The chunk that begins at k0 for MT tiles of 16 rows from row t0 on, added to acc, a step at a time. */
+template <int MT, int NT, bool F32>
+static __device__ __forceinline__ void chunk_sums(const struct mix &p, int32_t t0, int32_t k0,
+                                                  float acc[MT][NT][4])
+{
+    const struct reader<MT, NT, F32> r = reader_of<MT, NT, F32>(p, t0, k0);
+#pragma unroll 1
+    for (int b = 0; b < STEPS; b++) {
+        uint4 a[MT][2], v[NT][F32 ? 2 : 1];
         float w[NT][VEC];
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int32_t t = t0 + 16 * m + 8 * r + g;
-                a[m][r] =
-                    t < p.T ? *(const uint4 *)(p.h + (int64_t)t * p.K + k) : make_uint4(0, 0, 0, 0);
-            }
+            for (int i = 0; i < 2; i++) a[m][i] = *(const uint4 *)(r.h + r.row[m][i] + 64 * b);
 #pragma unroll
-        for (int n = 0; n < NT; n++) load_fn<F32>(p, 8 * n + g, k, w[n]);
+        for (int n = 0; n < NT; n++)
 #pragma unroll
-        for (int m = 0; m < MT; m++)
+            for (int i = 0; i < (F32 ? 2 : 1); i++)
+                v[n][i] = r.there[n] ? ((const uint4 *)fn_at(r, n, b))[i] : make_uint4(0, 0, 0, 0);
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                float f[VEC];
-                dev_unpack8(a[m][r], f);
-#pragma unroll
-                for (int i = 0; i < VEC; i++) squares[m][r] = fmaf(f[i], f[i], squares[m][r]);
-            }
-#pragma unroll
-        for (int part = 0; part < (F32 ? 3 : 1); part++)
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int step = 0; step < 2; step++) {
-                    const uint32_t y[2] = {split2(&w[n][4 * step], &w[n][4 * step + 1]),
-                                           split2(&w[n][4 * step + 2], &w[n][4 * step + 3])};
-#pragma unroll
-                    for (int m = 0; m < MT; m++) {
-                        const uint32_t x[4] = {
-                            step ? a[m][0].z : a[m][0].x, step ? a[m][1].z : a[m][1].x,
-                            step ? a[m][0].w : a[m][0].y, step ? a[m][1].w : a[m][1].y};
-                        dev_mma(acc[m][n], x, y);
-                    }
-                }
+        for (int n = 0; n < NT; n++) widen_fn<F32>(v[n], w[n]);
+        step_sums<MT, NT, F32>(a, w, acc);
     }
+}
+
+template <int MT, int NT> static __device__ __forceinline__ void clear(float acc[MT][NT][4])
+{
 #pragma unroll
     for (int m = 0; m < MT; m++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            squares[m][r] += __shfl_xor_sync(0xffffffffu, squares[m][r], 1);
-            squares[m][r] += __shfl_xor_sync(0xffffffffu, squares[m][r], 2);
-        }
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[m][n][i] = 0.0f;
 }
 
 template <int MT, int NT>
 static __device__ __forceinline__ void store_sums(const struct mix &p, int32_t t0, int32_t slot,
-                                                  int32_t slots, const float acc[MT][NT][4],
-                                                  const float squares[MT][2])
+                                                  int32_t slots, const float acc[MT][NT][4])
 {
     const int lane = threadIdx.x & 31, g = lane / 4, quad = lane % 4;
 #pragma unroll
@@ -155,57 +179,94 @@ static __device__ __forceinline__ void store_sums(const struct mix &p, int32_t t
         for (int r = 0; r < 2; r++) {
             const int32_t t = t0 + 16 * m + 8 * r + g;
             if (t >= p.T) continue;
-            float *out = p.part + ((int64_t)t * slots + slot) * (8 * (NT + 1));
+            float *out = p.part + ((int64_t)t * slots + slot) * (8 * NT) + 2 * quad;
 #pragma unroll
             for (int n = 0; n < NT; n++)
-                *(float2 *)(out + 8 * n + 2 * quad) =
-                    make_float2(acc[m][n][2 * r], acc[m][n][2 * r + 1]);
-            if (quad == 0) out[8 * NT] = squares[m][r];
+                *(float2 *)(out + 8 * n) = make_float2(acc[m][n][2 * r], acc[m][n][2 * r + 1]);
         }
 }
 
-/* Few rows: a warp a chunk. */
+/* Few rows: a warp a chunk. All of it is under way to shared memory before the first product, each thread
+ * fetching what it will use itself; the compiler would not keep that many loads in registers. */
 template <int MT, int NT, bool F32>
 static __global__ void __launch_bounds__(32) mix_few(struct mix p)
 {
-    float acc[MT][NT][4], squares[MT][2];
+    enum { PER_FN = F32 ? 2 : 1 };
+    __shared__ uint4 a[STEPS][MT][2][32], v[STEPS][NT][PER_FN][32];
+    const int lane = threadIdx.x & 31;
     const int32_t t0 = (int32_t)blockIdx.y * 16 * MT, chunk = (int32_t)blockIdx.x;
-    chunk_sums<MT, NT, F32, 4>(p, t0, chunk * CHUNK, acc, squares);
-    store_sums<MT, NT>(p, t0, chunk, p.K / CHUNK, acc, squares);
+    const struct reader<MT, NT, F32> r = reader_of<MT, NT, F32>(p, t0, chunk * CHUNK);
+#pragma unroll
+    for (int b = 0; b < STEPS; b++) {
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < PER_FN; i++)
+                dev_copy16(&v[b][n][i][lane], fn_at(r, n, b) + 16 * i, r.there[n]);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                dev_copy16(&a[b][m][i][lane], r.h + r.row[m][i] + 64 * b, true);
+    }
+    dev_copy_commit();
+    float acc[MT][NT][4];
+    clear<MT, NT>(acc);
+    dev_copy_wait<0>();
+#pragma unroll
+    for (int b = 0; b < STEPS; b++) {
+        uint4 x[MT][2];
+        float w[NT][VEC];
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < 2; i++) x[m][i] = a[b][m][i][lane];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            uint4 u[PER_FN];
+#pragma unroll
+            for (int i = 0; i < PER_FN; i++) u[i] = v[b][n][i][lane];
+            widen_fn<F32>(u, w[n]);
+        }
+        step_sums<MT, NT, F32>(x, w, acc);
+    }
+    store_sums<MT, NT>(p, t0, chunk, p.K / CHUNK, acc);
 }
 
-/* Many rows: a block a slice. The chunks' sums meet in shared memory: 4 apart, then 2, 1. */
+/* Many rows: a block a slice. Warps 2c and 2c+1 make chunks c and c+4 for two tiles of rows; sums meet
+ * in shared memory: of chunks 4 apart, then 2, 1. */
 template <int MT, int NT, bool F32>
 static __global__ void __launch_bounds__(32 * SLICE, 2) mix_many(struct mix p)
 {
-    enum { OWN = MT * (NT * 4 + 2) }; /* a thread's sums */
-    __shared__ float sums[SLICE / 2][OWN][32];
-    float acc[MT][NT][4], squares[MT][2];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-    const int32_t t0 = (int32_t)blockIdx.y * 16 * MT, slice = (int32_t)blockIdx.x;
-    chunk_sums<MT, NT, F32, 1>(p, t0, slice * SLICE_K + warp * CHUNK, acc, squares);
+    enum { OWN = MT * NT * 4 }; /* a thread's sums */
+    __shared__ float sums[SLICE][OWN][32];
+    float acc[MT][NT][4];
+    float *const own = &acc[0][0][0];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, c = warp / 2;
+    /* Where the second tile has no row, it is the first once more, and not stored. */
+    const int32_t t0 = ((int32_t)blockIdx.y * 2 + warp % 2) * 16 * MT, slice = (int32_t)blockIdx.x;
+    const int32_t from = t0 < p.T ? t0 : t0 - 16 * MT;
+#pragma unroll 1
+    for (int half = 0; half < 2; half++) {
+        clear<MT, NT>(acc);
+        chunk_sums<MT, NT, F32>(p, from, slice * SLICE_K + (c + 4 * half) * CHUNK, acc);
 #pragma unroll
-    for (int half = SLICE / 2; half; half /= 2) {
-        const bool gives = warp >= half && warp < 2 * half;
-        float(*at)[32] = sums[gives ? warp - half : warp % (SLICE / 2)];
-        if (gives) {
-#pragma unroll
-            for (int i = 0; i < OWN; i++)
-                at[i][lane] =
-                    i < MT * NT * 4 ? (&acc[0][0][0])[i] : (&squares[0][0])[i - MT * NT * 4];
+        for (int i = 0; i < OWN; i++) { /* the thread's own place: no barrier */
+            if (half == 1) own[i] += sums[warp][i][lane];
+            sums[warp][i][lane] = own[i];
         }
-        __syncthreads();
-        if (warp < half) {
-#pragma unroll
-            for (int i = 0; i < OWN; i++) {
-                float &mine =
-                    i < MT * NT * 4 ? (&acc[0][0][0])[i] : (&squares[0][0])[i - MT * NT * 4];
-                mine += at[i][lane];
-            }
-        }
-        __syncthreads();
     }
-    if (warp == 0) store_sums<MT, NT>(p, t0, slice, p.K / SLICE_K, acc, squares);
+#pragma unroll
+    for (int half = 2; half; half /= 2) {
+        __syncthreads();
+        if (c >= half) continue;
+#pragma unroll
+        for (int i = 0; i < OWN; i++) {
+            own[i] += sums[warp + 2 * half][i][lane];
+            sums[warp][i][lane] = own[i];
+        }
+    }
+    if (c == 0) store_sums<MT, NT>(p, t0, slice, p.K / SLICE_K, acc);
 }
 
 /* ------------------------------------------------------------------ what the mixes say */
@@ -261,7 +322,6 @@ static __device__ __forceinline__ float mixed(const struct kern_hc_collapse &p, 
     return fmaf(m[i] * rs, p.scale[kind], p.base[i]);
 }
 /* Thread i < hc makes pre[i] and post[i]; the last thread of the block comb. */
-template <int HC>
 static __device__ __forceinline__ void make_pre_post(const struct kern_hc_collapse &p, int64_t t,
                                                      const float *m, float rs, float *pre)
 {
@@ -290,27 +350,24 @@ static __device__ __forceinline__ void make_comb(const struct kern_hc_collapse &
 
 enum { STREAMS = 4 };
 
-/* Sums of slots to m[0 .. used): a slice per slot, or eight chunks per slice. */
+/* Sums of slots to m[0 .. columns): a slice per slot, or eight chunks per slice. */
 static __device__ __forceinline__ void add_slots(const float *part, int32_t slices, bool chunks,
                                                  int32_t columns, float *slice_sums, float *m)
 {
-    const int32_t used = columns - 7; /* the mixes and the sum of squares */
-    for (int32_t i = (int32_t)threadIdx.x; i < slices * used; i += (int32_t)blockDim.x) {
-        const int32_t slice = i / used, n = i % used;
-        float v[SLICE];
+    for (int32_t i = (int32_t)threadIdx.x; i < slices * columns; i += FINISH_THREADS) {
+        const float *v = part + (int64_t)(i / columns) * SLICE * columns + i % columns;
         if (!chunks) {
-            slice_sums[i] = part[slice * columns + n];
+            slice_sums[i] = part[i];
             continue;
         }
-#pragma unroll
-        for (int c = 0; c < SLICE; c++) v[c] = part[(slice * SLICE + c) * columns + n];
-        slice_sums[i] = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+        slice_sums[i] = ((v[0] + v[4 * columns]) + (v[2 * columns] + v[6 * columns])) +
+                        ((v[columns] + v[5 * columns]) + (v[3 * columns] + v[7 * columns]));
     }
     __syncthreads();
-    if ((int32_t)threadIdx.x < used) {
+    if ((int32_t)threadIdx.x < columns) {
         float s = slice_sums[threadIdx.x];
 #pragma unroll 4
-        for (int32_t i = 1; i < slices; i++) s += slice_sums[i * used + threadIdx.x];
+        for (int32_t i = 1; i < slices; i++) s += slice_sums[i * columns + threadIdx.x];
         m[threadIdx.x] = s;
     }
     __syncthreads();
@@ -332,37 +389,63 @@ static __device__ __forceinline__ uint4 collapse8(const uint4 h[STREAMS], const 
     return dev_pack8(s);
 }
 
+static __device__ __forceinline__ void load_streams(const uint16_t *h, int32_t D, int32_t i,
+                                                    uint4 v[STREAMS])
+{
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) v[j] = *(const uint4 *)(h + (int64_t)j * D + i);
+}
+static __device__ __forceinline__ float add_squares(const uint4 v[STREAMS], float s)
+{
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+        float f[VEC];
+        dev_unpack8(v[j], f);
+#pragma unroll
+        for (int i = 0; i < VEC; i++) s = fmaf(f[i], f[i], s);
+    }
+    return s;
+}
+
 static __global__ void __launch_bounds__(FINISH_THREADS)
     finish_kernel(struct kern_hc_collapse p, const float *part, int32_t slots, int32_t columns)
 {
-    extern __shared__ float slice_sums[]; /* [slices, columns - 7] */
-    __shared__ float m[8 * (MAX_TILES_N + 1)], pre[STREAMS];
-    const int64_t t = blockIdx.x, K = (int64_t)STREAMS * p.D;
+    enum { KEPT = 2 }; /* vectors of a thread and stream that stay in registers: D to 4096 */
+    extern __shared__ float slice_sums[]; /* [slices, columns] */
+    __shared__ float m[8 * MAX_TILES_N], pre[STREAMS], warps[FINISH_THREADS / 32];
+    const int64_t t = gridDim.x - 1 - blockIdx.x; /* the last rows are still in L2 */
+    const int64_t K = (int64_t)STREAMS * p.D;
     const int32_t slices = (int32_t)(K / SLICE_K);
+    const int32_t i0 = VEC * (int32_t)threadIdx.x, step = VEC * FINISH_THREADS;
     const uint16_t *h = (const uint16_t *)p.h + t * K;
     uint16_t *x = (uint16_t *)p.x + t * p.D;
-    /* The first two vectors of a thread are on their way while the sums are made. */
-    enum { AHEAD = 2 };
-    uint4 v[AHEAD][STREAMS];
-    const int32_t i0 = VEC * (int32_t)threadIdx.x, step = VEC * FINISH_THREADS;
+    uint4 v[KEPT][STREAMS], more[STREAMS];
+    float squares = 0.0f;
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++)
+    for (int a = 0; a < KEPT; a++)
+        if (i0 + a * step < p.D) load_streams(h, p.D, i0 + a * step, v[a]);
 #pragma unroll
-        for (int j = 0; j < STREAMS; j++)
-            if (i0 + a * step < p.D)
-                v[a][j] = *(const uint4 *)(h + (int64_t)j * p.D + i0 + a * step);
+    for (int a = 0; a < KEPT; a++)
+        if (i0 + a * step < p.D) squares = add_squares(v[a], squares);
+    for (int32_t i = i0 + KEPT * step; i < p.D; i += step) {
+        load_streams(h, p.D, i, more);
+        squares = add_squares(more, squares);
+    }
+    squares = dev_warp_sum(squares);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = squares;
     add_slots(part + t * slots * columns, slices, slots != slices, columns, slice_sums, m);
-    const float rs = 1.0f / sqrtf(m[columns - 8] / (float)K + p.norm_eps);
-    make_pre_post<STREAMS>(p, t, m, rs, pre);
+    squares = 0.0f;
+    for (int i = 0; i < FINISH_THREADS / 32; i++) squares += warps[i];
+    const float rs = 1.0f / sqrtf(squares / (float)K + p.norm_eps);
+    make_pre_post(p, t, m, rs, pre);
     __syncthreads();
     if (p.comb && threadIdx.x == FINISH_THREADS - 1) make_comb<STREAMS>(p, t, m, rs);
 #pragma unroll
-    for (int a = 0; a < AHEAD; a++)
+    for (int a = 0; a < KEPT; a++)
         if (i0 + a * step < p.D) *(uint4 *)(x + i0 + a * step) = collapse8(v[a], pre);
-    for (int32_t i = i0 + AHEAD * step; i < p.D; i += step) {
-#pragma unroll
-        for (int j = 0; j < STREAMS; j++) v[0][j] = *(const uint4 *)(h + (int64_t)j * p.D + i);
-        *(uint4 *)(x + i) = collapse8(v[0], pre);
+    for (int32_t i = i0 + KEPT * step; i < p.D; i += step) {
+        load_streams(h, p.D, i, more);
+        *(uint4 *)(x + i) = collapse8(more, pre);
     }
 }
 
@@ -377,19 +460,19 @@ template <int NT, bool F32> static void launch_mix(struct kern_stream *s, const 
         mix_few<4, NT, F32><<<dim3(chunks, (unsigned)cuda_ceil(p.T, 64)), 32, 0, s->cu>>>(p);
     else
         mix_many<4, NT, F32>
-            <<<dim3(chunks / SLICE, (unsigned)cuda_ceil(p.T, 64)), 32 * SLICE, 0, s->cu>>>(p);
+            <<<dim3(chunks / SLICE, (unsigned)cuda_ceil(p.T, 128)), 32 * SLICE, 0, s->cu>>>(p);
 }
 
 static int collapse_fast(struct kern_stream *s, const struct kern_hc_collapse *p)
 {
-    const int32_t K = STREAMS * p->D, tiles = p->comb ? 3 : 1, columns = 8 * (tiles + 1);
+    const int32_t K = STREAMS * p->D, tiles = p->comb ? 3 : 1, columns = 8 * tiles;
     const int32_t slots = K / (p->T <= FEW_ROWS ? CHUNK : SLICE_K);
     float *part = (float *)cuda_scratch(s, CUDA_SLOT_SPLIT, (size_t)p->T * slots * columns * 4);
     if (!part) return TOW_ENOMEM;
     const struct mix m = {(const uint16_t *)p->h,
                           (const uint8_t *)p->fn.data,
                           part,
-                          p->fn.row_bytes,
+                          (int32_t)p->fn.row_bytes,
                           p->T,
                           K,
                           p->fn.n};
@@ -441,7 +524,7 @@ static __global__ void __launch_bounds__(ANY_THREADS) collapse_any(struct kern_h
     }
     __syncthreads();
     const float rs = 1.0f / sqrtf(squares / (float)K + p.norm_eps);
-    make_pre_post<0>(p, t, m, rs, pre);
+    make_pre_post(p, t, m, rs, pre);
     if (p.comb && threadIdx.x == ANY_THREADS - 1) make_comb<0>(p, t, m, rs);
     __syncthreads();
     for (int32_t i = (int32_t)threadIdx.x; i < p.D; i += ANY_THREADS) {

@@ -16,7 +16,7 @@ enum { VEC = 8 }; /* elements of a vector: 16 bytes of bf16 */
 
 /* ------------------------------------------------------------------ rmsnorm */
 
-enum { KEPT = 2, NORM_MAX_THREADS = 1024 };
+enum { KEPT = 2, NORM_MAX_THREADS = 512 };
 
 /* Elements i .. i+7 of a row of n; beyond it zeros. */
 template <bool WIDE>
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(NORM_MAX_THREADS) rmsnorm_kernel(struct
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
         if (i0 + k * step < D) s = add_squares(s, kept[k]);
-    for (int64_t i = i0 + KEPT * step; i < D; i += step) { /* rows wider than 16384 */
+    for (int64_t i = i0 + KEPT * step; i < D; i += step) { /* rows wider than 8192 */
         float f[VEC];
         load8<WIDE>(x, i, D, p.act, f);
         s = add_squares(s, f);
