@@ -1,0 +1,234 @@
+/* tests/gpu/bench_moe.c - routing, routed experts and the element-wise ops beside them, V4-Flash shapes.
+ *
+ * usage: bench_moe [name part] [cuda:N]
+ *
+ * Experts of each call are drawn anew from eight lists, so that what the call before read does not help.
+ * Bytes count each expert that a list names once.
+ */
+#include "tests/gpu/bench.h"
+
+enum { E = 256, K = 6, D = 4096, I = 2048, TURNS = 8, MAX_T = 8192 };
+#define MMA_BF16 780e12 /* measured, docs/performance */
+
+struct experts {
+    struct kern_weight w1[E], w2[E], w3[E];
+    double bytes_each;
+    enum kern_act_quant aq;
+};
+struct moe_run {
+    struct bench *b;
+    struct kern_moe p;
+    int32_t *experts[TURNS];
+};
+
+/* Every expert's bytes are a stretch of one block of random ones. */
+static void describe(struct kern_weight *w, enum kern_wfmt fmt, const uint8_t *block, int e, int n,
+                     int k)
+{
+    const bool fp8 = fmt == KERN_W_FP8, nv = fmt == KERN_W_NVFP4;
+    *w = (struct kern_weight){.data = block + 256 * e,
+                              .scale = block + (16 << 20) + 64 * e,
+                              .fmt = fmt,
+                              .sfmt = nv ? KERN_S_E4M3 : KERN_S_UE8M0,
+                              .n = n,
+                              .k = k,
+                              .row_bytes = fp8 ? k : k / 2,
+                              .scale_row_bytes = fp8  ? k / 128
+                                                 : nv ? k / 16
+                                                      : k / 32,
+                              .scale2 = 1,
+                              .input_scale = nv ? 0.01f : 0};
+}
+static void place(struct bench *b, struct experts *x, enum kern_wfmt fmt)
+{
+    struct tow_err err = {0};
+    const size_t bytes = (size_t)20 << 20;
+    uint8_t *block = malloc(bytes);
+    uint64_t seed = 0x853c49e6748fea9bu;
+    if (!block) exit(1);
+    for (size_t i = 0; i < bytes; i++) {
+        uint8_t r = (uint8_t)(bench_next(&seed) >> 40);
+        if (fmt == KERN_W_FP8 && (r & 127) == 127) r = 0;
+        if (i >= (size_t)16 << 20) r = (uint8_t)((fmt == KERN_W_NVFP4 ? 40 : 118) + r % 8);
+        block[i] = r;
+    }
+    for (int e = 0; e < E; e++) {
+        describe(&x->w1[e], fmt, block, e, I, D);
+        describe(&x->w2[e], fmt, block, e + 1, D, I);
+        describe(&x->w3[e], fmt, block, e + 2, I, D);
+    }
+    const struct kern_weight *w = &x->w1[0];
+    x->bytes_each = 3.0 * ((double)w->row_bytes * I +
+                           (double)w->scale_row_bytes * (fmt == KERN_W_FP8 ? I / 128 : I));
+    x->aq = KERN_AQ_A128;
+    if (kern_dev_place(b->dev, x->w1, E, &err) < 0 || kern_dev_place(b->dev, x->w2, E, &err) < 0 ||
+        kern_dev_place(b->dev, x->w3, E, &err) < 0) {
+        fprintf(stderr, "bench_moe: %s\n", err.msg);
+        exit(1);
+    }
+    free(block);
+}
+static void unplace(struct bench *b, struct experts *x)
+{
+    kern_dev_unplace(b->dev, x->w1[0].data);
+    kern_dev_unplace(b->dev, x->w2[0].data);
+    kern_dev_unplace(b->dev, x->w3[0].data);
+}
+
+static int call_moe(void *ctx, int i)
+{
+    struct moe_run *m = ctx;
+    m->p.experts = m->experts[i % TURNS];
+    return m->b->ops->moe(m->b->s, &m->p);
+}
+/* K distinct of the experts for each row; hot: half of the rows choose among eight. */
+static double draw(struct bench *b, int T, bool hot, int32_t **out)
+{
+    static uint64_t seed = 0xda3e39cb94b95bdbu;
+    bool seen[E] = {false};
+    int32_t *h = malloc((size_t)T * K * 4);
+    int n = 0;
+    if (!h) exit(1);
+    for (int t = 0; t < T; t++)
+        for (int i = 0; i < K; i++) {
+            int32_t e = (int32_t)((bench_next(&seed) >> 33) % (hot && t % 2 ? 8 : E));
+            for (int j = 0; j < i; j++)
+                if (h[t * K + j] == e) e = (e + 1) % E, j = -1;
+            h[t * K + i] = e;
+            n += !seen[e];
+            seen[e] = true;
+        }
+    *out = bench_send(b, h, (size_t)T * K * 4);
+    kern_stream_sync(b->s);
+    free(h);
+    return n;
+}
+static void run_moe(struct bench *b, struct experts *x, const char *name, int T, bool hot,
+                    const char *goal)
+{
+    struct moe_run m = {.b = b};
+    char shape[64];
+    double distinct = 0;
+    if (!bench_wants(b, name)) return;
+    for (int i = 0; i < TURNS; i++) distinct += draw(b, T, hot, &m.experts[i]) / TURNS;
+    m.p = (struct kern_moe){.x = bench_random(b, (double)T * D, KERN_BF16, 1),
+                            .weights = bench_random(b, (double)T * K, KERN_F32, 0.3f),
+                            .w1 = x->w1,
+                            .w2 = x->w2,
+                            .w3 = x->w3,
+                            .out = bench_alloc(b, (double)T * D * 4),
+                            .T = T,
+                            .D = D,
+                            .I = I,
+                            .E = E,
+                            .k = K,
+                            .limit = 10,
+                            .aq = x->aq,
+                            .act = KERN_BF16};
+    snprintf(shape, sizeof shape, "T %d%s, %.0f experts", T, hot ? " hot" : "", distinct);
+    bench_run(b, &(struct bench_case){.name = name,
+                                      .shape = shape,
+                                      .call = call_moe,
+                                      .ctx = &m,
+                                      .bytes = distinct * x->bytes_each + T * (double)D * 6,
+                                      .flops = 6.0 * T * K * D * I,
+                                      .flops_second = MMA_BF16,
+                                      .goal = goal});
+    bench_free_all(b);
+}
+
+struct small {
+    struct bench *b;
+    struct kern_route route;
+    struct kern_swiglu swiglu;
+    struct kern_add add;
+};
+static int call_route(void *ctx, int i)
+{
+    struct small *m = ctx;
+    (void)i;
+    return m->b->ops->route(m->b->s, &m->route);
+}
+static int call_swiglu(void *ctx, int i)
+{
+    struct small *m = ctx;
+    (void)i;
+    return m->b->ops->swiglu(m->b->s, &m->swiglu);
+}
+static int call_add(void *ctx, int i)
+{
+    struct small *m = ctx;
+    (void)i;
+    return m->b->ops->add(m->b->s, &m->add);
+}
+static void run_small(struct bench *b, int T)
+{
+    struct small m = {.b = b};
+    char shape[64];
+    m.route = (struct kern_route){.logits = bench_random(b, (double)T * E, KERN_F32, 1),
+                                  .bias = bench_random(b, E, KERN_F32, 0.01f),
+                                  .T = T,
+                                  .E = E,
+                                  .k = K,
+                                  .scale = 1.5f,
+                                  .normalize = true,
+                                  .experts = bench_alloc(b, (double)T * K * 4),
+                                  .weights = bench_alloc(b, (double)T * K * 4)};
+    snprintf(shape, sizeof shape, "T %d, E %d, k %d", T, E, K);
+    bench_run(b, &(struct bench_case){"route", shape, call_route, &m, T * (E * 4.0 + K * 8), 0, 0,
+                                      T <= 128 ? "<= 4 us" : NULL});
+    m.swiglu = (struct kern_swiglu){bench_random(b, (double)T * I, KERN_BF16, 1),
+                                    bench_random(b, (double)T * I, KERN_BF16, 1),
+                                    bench_alloc(b, (double)T * I * 2),
+                                    T,
+                                    I,
+                                    10,
+                                    KERN_BF16};
+    snprintf(shape, sizeof shape, "T %d x %d", T, I);
+    bench_run(b, &(struct bench_case){"swiglu", shape, call_swiglu, &m, T * I * 6.0, 0, 0,
+                                      T <= 128 ? "<= 3 us" : "<= 1.3 x"});
+    m.add = (struct kern_add){bench_random(b, (double)T * D, KERN_F32, 1),
+                              bench_random(b, (double)T * D, KERN_BF16, 1),
+                              bench_alloc(b, (double)T * D * 2), (int64_t)T * D, KERN_BF16};
+    snprintf(shape, sizeof shape, "T %d x %d", T, D);
+    bench_run(b, &(struct bench_case){"add", shape, call_add, &m, T * D * 8.0, 0, 0,
+                                      T <= 128 ? "<= 3 us" : "<= 1.3 x"});
+    bench_free_all(b);
+}
+
+int main(int argc, char **argv)
+{
+    static struct experts x;
+    struct bench b;
+    int rc = bench_open(&b, argc, argv);
+    if (rc) return rc;
+    run_small(&b, 32);
+    run_small(&b, MAX_T);
+    if (bench_wants(&b, "moe_mxfp4")) {
+        place(&b, &x, KERN_W_MXFP4);
+        run_moe(&b, &x, "moe_mxfp4", 1, false, NULL);
+        run_moe(&b, &x, "moe_mxfp4", 8, false, "<= 1.35 x");
+        run_moe(&b, &x, "moe_mxfp4", 32, false, "<= 1.35 x (570 us)");
+        run_moe(&b, &x, "moe_mxfp4", 128, false, "<= 1.35 x (1020 us)");
+        run_moe(&b, &x, "moe_mxfp4", 128, true, NULL);
+        run_moe(&b, &x, "moe_mxfp4", 512, false, NULL);
+        run_moe(&b, &x, "moe_mxfp4", 2048, false, NULL);
+        run_moe(&b, &x, "moe_mxfp4", MAX_T, false, ">= 480 TFLOP/s");
+        run_moe(&b, &x, "moe_mxfp4", MAX_T, true, NULL);
+        unplace(&b, &x);
+    }
+    if (bench_wants(&b, "moe_nvfp4")) {
+        place(&b, &x, KERN_W_NVFP4);
+        run_moe(&b, &x, "moe_nvfp4", 32, false, "<= 1.35 x");
+        run_moe(&b, &x, "moe_nvfp4", MAX_T, false, ">= 480 TFLOP/s");
+        x.aq = KERN_AQ_NVFP4;
+        run_moe(&b, &x, "moe_nvfp4 w4a4", 32, false, "<= 1.35 x");
+        unplace(&b, &x);
+    }
+    if (bench_wants(&b, "moe_fp8")) {
+        place(&b, &x, KERN_W_FP8);
+        run_moe(&b, &x, "moe_fp8", 32, false, "<= 1.35 x");
+        unplace(&b, &x);
+    }
+    return bench_close(&b);
+}
