@@ -85,13 +85,15 @@ const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes);
 /* 0, or TOW_EDEVICE or TOW_ENOMEM for anything that has failed on this stream; says so once. */
 int cuda_done(struct kern_stream *s, const char *op);
 
-/* Raises a kernel's limit of dynamic shared memory once; call before its launch. */
+/* Lets a kernel ask for up to `bytes` of dynamic shared memory, less what it holds statically and no more
+ * than the device has. */
+void cuda_raise_shared(const void *kernel, int bytes);
+/* The same, once; before its launch. */
 #define CUDA_SHARED(kernel, bytes)                                                                 \
     do {                                                                                           \
         static bool raised_;                                                                       \
-        if (!raised_)                                                                              \
-            raised_ = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,    \
-                                           (int)(bytes)) == cudaSuccess;                           \
+        if (!raised_) cuda_raise_shared((const void *)kernel, (int)(bytes));                       \
+        raised_ = true;                                                                            \
     } while (0)
 
 static inline int64_t cuda_ceil(int64_t a, int64_t b)

@@ -99,6 +99,18 @@ int cuda_done(struct kern_stream *s, const char *op)
     return checked(s, op, cudaGetLastError());
 }
 
+void cuda_raise_shared(const void *kernel, int bytes)
+{
+    cudaFuncAttributes a;
+    int number = 0, most = 0;
+    if (cudaGetDevice(&number) != cudaSuccess || cudaFuncGetAttributes(&a, kernel) != cudaSuccess ||
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, number) !=
+            cudaSuccess)
+        return; /* the error stays for cuda_done() */
+    if (bytes > most - (int)a.sharedSizeBytes) bytes = most - (int)a.sharedSizeBytes;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+}
+
 void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes)
 {
     struct cuda_own *o = s->own;
