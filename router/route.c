@@ -1018,6 +1018,14 @@ static void on_grant(struct rtr_route *r, struct attempt *a, int s, struct rtr_a
     m->eos = (struct wire_ids){r->eos, r->cfg.n_eos};
     m->tokens = tokens_of(run);
     m->capture = run->job->capture;
+    if (run->job->warm_up) return;
+    struct rtr_action *t = act(out, RTR_DO_PLACED);
+    t->job = run->job;
+    t->cookie = run->job->cookie;
+    t->choice = run->choice;
+    t->prefill = a->side[P].slot;
+    t->decode = a->side[D].slot;
+    t->n_output = run->n_output;
 }
 
 /* Runs that only waited for rows and have no more to wait for. */

@@ -1043,6 +1043,11 @@ static void do_router(struct rtr_actions *acts)
         case RTR_DO_CAPTURED:
             if (!rtr_job_deaf(a->job)) client_captured(a->cookie, &a->msg.captured);
             break;
+        case RTR_DO_PLACED:
+            if (!rtr_job_deaf(a->job))
+                CHECK(((struct client *)a->cookie)->n_out[a->choice] == a->n_output,
+                      "placed with %u outputs", a->n_output);
+            break;
         case RTR_DO_FINISH:
             if (!rtr_job_deaf(a->job)) client_finish(a->cookie, a);
             break;

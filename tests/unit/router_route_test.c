@@ -566,6 +566,11 @@ static void test_route__stream_goes_on_elsewhere_after_loss_of_decode(void **sta
     assert_int_not_equal(again.id, t.id);
     assert_int_not_equal(again.nonce, t.nonce);
     grant(&w, second, again);
+    const struct rtr_action *placed = nth(&w, RTR_DO_PLACED, 0, 0, 0);
+    const struct rtr_worker *all = rtr_route_registry(w.route)->workers;
+    assert_int_equal(placed->n_output, 4);
+    assert_int_equal(all[placed->decode].conn, second);
+    assert_int_equal(all[placed->prefill].role, WIRE_PREFILL_ROLE);
     struct rtr_action *p = sent(&w, WIRE_PREFILL_MSG);
     assert_int_equal(p->msg.prefill.tokens.n, 14);
     assert_int_equal(p->msg.prefill.n_prompt, 10);
