@@ -173,21 +173,34 @@ static void put_failures(const struct ctl_explain_report *r, struct tow_buf *out
                           "model: run towpath-ctl numerics and report it.");
 }
 
+static bool same_change(const struct ctl_explain_row *a, const struct ctl_explain_row *b)
+{
+    return !a->must && !b->must && a->token_step == b->token_step && a->token_was == b->token_was &&
+           a->token_is == b->token_is;
+}
+
+/* Rows with one and the same change are named together. */
 static void put_settings(const struct ctl_explain_report *r, ctl_token_text text_of, void *ctx,
                          struct tow_buf *out)
 {
     int n_run = 0, n_other = 0;
     for (int32_t i = 0; i < r->n_rows; i++) {
         const struct ctl_explain_row *row = &r->rows[i];
+        bool told = false;
         if (row->must || row->skipped) continue;
         n_run++;
-        if (row->token_step < 0) continue;
-        tow_buf_printf(out, "%s%s changes the token at step %d from ",
-                       n_other ? ", " : " Settings: ", row->name, row->token_step);
+        for (int32_t k = 0; k < i; k++) told |= same_change(&r->rows[k], row);
+        if (row->token_step < 0 || told) continue;
+        tow_buf_puts(out, n_other++ ? "; " : " Settings: ");
+        int n = 0;
+        for (int32_t k = i; k < r->n_rows; k++)
+            if (same_change(&r->rows[k], row))
+                tow_buf_printf(out, n++ ? ", %s" : "%s", r->rows[k].name);
+        tow_buf_printf(out, " change%s the token at step %d from ", n == 1 ? "s" : "",
+                       row->token_step);
         put_token(out, row->token_was, text_of, ctx);
         tow_buf_puts(out, " to ");
         put_token(out, row->token_is, text_of, ctx);
-        n_other++;
     }
     if (n_other)
         tow_buf_puts(out, ".");
