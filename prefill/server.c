@@ -332,7 +332,10 @@ static void on_move(void *self, const struct kv_mover_event *m)
     switch (m->kind) {
     case KV_MOVER_PEER_UP: tell_pair(p, m, true); return;
     case KV_MOVER_PEER_DOWN: tell_pair(p, m, false); return;
-    case KV_MOVER_PART: ev.kind = PRE_ON_PART; break;
+    case KV_MOVER_PART:
+        ev.kind = PRE_ON_PART;
+        for (uint32_t i = 1; i < m->n_parts; i++, ev.index++) feed(p, &ev);
+        break;
     case KV_MOVER_ENDED: ev.kind = PRE_ON_ENDED; break;
     case KV_MOVER_RELINKED: return; /* not for the roles */
     }

@@ -395,7 +395,7 @@ static void on_captured(void *ctx, const struct rtr_captured *c)
     rtr_capture_rows_take(&j->rows, c); /* out of memory: settle() sees it */
 }
 
-static const struct rtr_sink sink = {on_tokens, on_finish, on_fail, on_captured};
+static const struct rtr_sink sink = {on_tokens, on_finish, on_fail, on_captured, NULL};
 
 /* The body is checked and good. */
 static void submit(struct job *j)

@@ -108,6 +108,21 @@ struct rtr_captured {
     uint32_t row_bytes;
 };
 
+/* A process that takes part in a request. */
+struct rtr_placed_worker {
+    const char *name;
+    uint64_t incarnation;
+    uint32_t chunk_tokens; /* 0 for decode */
+    const uint8_t *facts;  /* as HELLO brought them (proto/messages.h: wire_next_fact) */
+    uint32_t facts_bytes;
+};
+
+/* A choice is in the hands of a pair: the first, or another after a loss. Borrowed for the call. */
+struct rtr_placed {
+    uint32_t choice, n_output; /* outputs it has so far */
+    struct rtr_placed_worker prefill, decode;
+};
+
 /* ctx is what was given to submit(). */
 struct rtr_sink {
     void (*on_tokens)(void *ctx, const struct rtr_tokens *tokens);
@@ -117,6 +132,8 @@ struct rtr_sink {
     /* Only for requests with a capture; all of them come before on_finish. A second one of the same
      * step and layer (after a retry) replaces the first. */
     void (*on_captured)(void *ctx, const struct rtr_captured *captured);
+    /* NULL: not of interest. */
+    void (*on_placed)(void *ctx, const struct rtr_placed *placed);
 };
 
 /* One accepted request, as the back end knows it. */

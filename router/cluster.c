@@ -131,6 +131,27 @@ static void tell_captured(const struct rtr_action *a)
     t->sink.on_captured(t->ctx, &c);
 }
 
+static struct rtr_placed_worker placed_worker(const struct rtr_worker *w)
+{
+    return (struct rtr_placed_worker){.name = w->name,
+                                      .incarnation = w->incarnation,
+                                      .chunk_tokens = w->chunk_tokens,
+                                      .facts = w->facts,
+                                      .facts_bytes = w->facts_bytes};
+}
+
+static void tell_placed(struct rtr_cluster *c, const struct rtr_action *a)
+{
+    const struct rtr_registry *g = rtr_route_registry(c->route);
+    struct rtr_accepted *t = a->cookie;
+    if (!t->sink.on_placed) return;
+    struct rtr_placed p = {.choice = a->choice,
+                           .n_output = a->n_output,
+                           .prefill = placed_worker(&g->workers[a->prefill]),
+                           .decode = placed_worker(&g->workers[a->decode])};
+    t->sink.on_placed(t->ctx, &p);
+}
+
 static void tell_finish(const struct rtr_action *a)
 {
     struct rtr_accepted *t = a->cookie;
@@ -164,6 +185,7 @@ static void perform(struct rtr_cluster *c, struct rtr_actions *list)
         }
         case RTR_DO_TOKENS: tell_tokens(c, a); break;
         case RTR_DO_CAPTURED: tell_captured(a); break;
+        case RTR_DO_PLACED: tell_placed(c, a); break;
         case RTR_DO_FINISH: tell_finish(a); break;
         case RTR_DO_FAIL: tell_fail(a); break;
         case RTR_DO_DRAINED: c->drained = true; break;

@@ -437,10 +437,10 @@ static int parse_chunk_size(struct rtr_http_parser *p, const char *bytes, size_t
     return 1;
 }
 
-static enum rtr_http_event refuse_chunk_end(struct rtr_http_parser *p, char c)
+static enum rtr_http_event refuse_chunk_end(struct rtr_http_parser *p, const char *at)
 {
     return refuse(p, 400, "chunk: must end with CR LF where its size says, has %s",
-                  show(&c, 1).text);
+                  show(at, 1).text);
 }
 
 enum rtr_http_event rtr_http_next(struct rtr_http_parser *p, const char *bytes, size_t n,
@@ -481,8 +481,8 @@ enum rtr_http_event rtr_http_next(struct rtr_http_parser *p, const char *bytes, 
         }
         case CHUNK_END:
             *used = at;
-            if (have >= 1 && from[0] != '\r') return refuse_chunk_end(p, from[0]);
-            if (have >= 2 && from[1] != '\n') return refuse_chunk_end(p, from[1]);
+            if (have >= 1 && from[0] != '\r') return refuse_chunk_end(p, from);
+            if (have >= 2 && from[1] != '\n') return refuse_chunk_end(p, from + 1);
             if (have < 2) return RTR_HTTP_MORE;
             at += 2;
             p->state = CHUNK_SIZE;

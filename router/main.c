@@ -14,6 +14,7 @@
 #include "router/api.h"
 #include "router/cluster.h"
 #include "router/http_conn.h"
+#include "router/record.h"
 
 #include <signal.h>
 #include <stdio.h>
@@ -22,14 +23,17 @@
 
 extern char **environ;
 
-enum { MAX_OPTIONS = 24, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
+enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
 
 struct settings {
     const char *model_dir, *api_key_file, *join_token_file, *served_model_name;
+    const char *record_dir, *record_mode;
     struct tow_addr http;
     struct tow_strings control;
     int64_t max_queued, max_queued_tokens, sse_keepalive_s, lease_ms, drain_s, max_connections;
-    uint64_t max_body_bytes;
+    int64_t record_max_requests;
+    uint64_t max_body_bytes, record_max_bytes;
+    uint32_t record_file_mode; /* record_mode as a number */
     double queue_timeout_s;
     int log_level, log_format;
     bool thinking, index_capture;
@@ -46,6 +50,7 @@ struct router {
     struct net_loop *loop;
     struct tow_metrics *metrics;
     struct rtr_cluster *cluster;
+    struct rtr_recorder *recorder; /* NULL without --record-dir */
     struct rtr_api *api;
     struct net_timer *poll, *watchdog;
     int signals;
@@ -147,6 +152,32 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
          .out = &s->index_capture,
          .def = "false",
          .help = "requests may ask what the indexer ranks (index_capture)"},
+        {.name = "record-dir",
+         .type = TOW_OPT_STRING,
+         .out = &s->record_dir,
+         .otherwise = "nothing is recorded",
+         .help = "keep each request's token ids here, for towpath-ctl explain; they are the users' "
+                 "text"},
+        {.name = "record-max-bytes",
+         .type = TOW_OPT_BYTES,
+         .out = &s->record_max_bytes,
+         .def = "1G",
+         .min = 4096,
+         .max = (int64_t)1 << 50,
+         .help = "of all records; the oldest are removed"},
+        {.name = "record-max-requests",
+         .type = TOW_OPT_INT,
+         .out = &s->record_max_requests,
+         .def = "10000",
+         .min = 1,
+         .max = 1 << 20,
+         .unit = "requests",
+         .help = "records kept; the oldest are removed"},
+        {.name = "record-mode",
+         .type = TOW_OPT_STRING,
+         .out = &s->record_mode,
+         .def = "0600",
+         .help = "octal file mode of records"},
         {.name = "lease",
          .type = TOW_OPT_INT,
          .out = &s->lease_ms,
@@ -183,6 +214,8 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
     if (s->control.n != 1)
         return tow_fail(err, TOW_ECONFIG, "--control: %zu URLs; exactly one is listened on",
                         s->control.n);
+    if ((rc = rtr_record_mode(s->record_mode, "--record-mode", &s->record_file_mode, err)) < 0)
+        return rc;
     if (s->join_token_file && (rc = tow_secret_read(s->join_token_file, "--join-token-file", 256,
                                                     &r->join_token, err)) < 0)
         return rc;
@@ -282,6 +315,27 @@ static int load_text(struct router *r, struct tow_err *err)
     return 0;
 }
 
+static int open_recorder(struct router *r, const char *model, struct tow_err *err)
+{
+    const struct settings *s = &r->set;
+    const struct rtr_record_config c = {.dir = s->record_dir,
+                                        .mode = s->record_file_mode,
+                                        .max_bytes = s->record_max_bytes,
+                                        .max_requests = (uint32_t)s->record_max_requests,
+                                        .model = model,
+                                        .n_vocab = (uint32_t)r->config.vocab_size,
+                                        .eos = r->config.eos_ids,
+                                        .n_eos = (uint32_t)r->config.n_eos,
+                                        .metrics = r->metrics,
+                                        .inner = &rtr_cluster_backend,
+                                        .inner_self = r->cluster};
+    int rc = rtr_recorder_open(&r->recorder, net_loop_uv(r->loop), &c, err);
+    if (rc == 0)
+        tow_info("requests are recorded in %s (mode %04o): token ids, which are the users' text",
+                 s->record_dir, s->record_file_mode);
+    return rc;
+}
+
 static int start(struct router *r, struct tow_err *err)
 {
     const struct settings *s = &r->set;
@@ -330,8 +384,14 @@ static int start(struct router *r, struct tow_err *err)
     api.limits.max_body_bytes = s->max_body_bytes;
     api.limits.max_connections = (uint32_t)s->max_connections;
     api.metrics = r->metrics;
-    rc = rtr_api_open(&r->api, net_loop_uv(r->loop), &api, r->tok, &rtr_cluster_backend, r->cluster,
-                      err);
+    const struct rtr_backend *backend = &rtr_cluster_backend;
+    void *self = r->cluster;
+    if (s->record_dir) {
+        if ((rc = open_recorder(r, api.model_name, err)) < 0) return rc;
+        backend = &rtr_recorder_backend;
+        self = r->recorder;
+    }
+    rc = rtr_api_open(&r->api, net_loop_uv(r->loop), &api, r->tok, backend, self, err);
     if (rc == 0) rc = tow_metrics_check(r->metrics, err);
     if (rc == 0) rc = net_timer_open(&r->poll, r->loop, on_poll, r, err);
     if (rc == 0) rc = net_timer_open(&r->watchdog, r->loop, on_watchdog, r, err);
@@ -356,7 +416,8 @@ static void stop(struct router *r)
     net_timer_close(r->poll);
     net_timer_close(r->watchdog);
     rtr_cluster_close(r->cluster);
-    if (r->loop) net_loop_free(r->loop);
+    if (r->loop) net_loop_free(r->loop); /* writes the last records */
+    rtr_recorder_free(r->recorder);
     tow_metrics_free(r->metrics);
 }
 

@@ -48,6 +48,7 @@ struct run {
     uint32_t *all_tokens; /* owned: prompt + outputs, once there are outputs */
     uint32_t n_output, cap;
     bool by_length; /* CLOSING: how it ended */
+    uint32_t owed;  /* attempts given up whose prefill may still send rows of this run */
     struct attempt *attempt;
 };
 
@@ -75,7 +76,8 @@ struct side {
 struct attempt {
     struct tow_list all, by_id;
     struct wire_ticket ticket;
-    struct run *run; /* NULL: wound up in the background */
+    struct run *run;  /* NULL: wound up in the background */
+    struct run *owes; /* run it was given up by, counted there; until P's last word */
     struct side side[2];
     uint32_t pages;                 /* held at D */
     uint32_t n_tokens, tokens_left; /* held at P */
@@ -236,6 +238,12 @@ static void drop_tokens(struct rtr_worker *p, struct attempt *a, uint32_t n)
     a->tokens_left -= n;
 }
 
+static void forget_owed(struct attempt *a)
+{
+    if (a->owes) a->owes->owed--;
+    a->owes = NULL;
+}
+
 /* The worker has said its last word about it, or will never hear of it, or is lost. */
 static void side_over(struct rtr_route *r, struct attempt *a, int s)
 {
@@ -243,6 +251,7 @@ static void side_over(struct rtr_route *r, struct attempt *a, int s)
     struct rtr_worker *w = worker(r, a->side[s].slot);
     tow_assert(w->tickets > 0);
     a->side[s].state = SIDE_OVER;
+    if (s == P) forget_owed(a);
     w->tickets--;
     if (a->is_long) w->long_tickets--;
     if (s == D) {
@@ -280,6 +289,12 @@ static void let_go(struct rtr_route *r, struct run *run, enum wire_cancel_reason
         if (w && w->circuit == RTR_HALF_OPEN) w->probes = 0; /* no verdict: probe again */
         side_cancel(r, a, s, reason, now_ms, out);
     }
+    /* Prefill captured the row behind which the outputs since came. The next attempt goes on after
+     * those, so nobody will compute that row again. */
+    if (run->job->capture.len && run->n_output > a->first_output && a->side[P].state != SIDE_OVER) {
+        a->owes = run;
+        run->owed++;
+    }
     attempt_try_free(r, a);
 }
 
@@ -296,6 +311,11 @@ static void bury(struct rtr_route *r, struct rtr_job *job)
 static void end_run(struct rtr_route *r, struct run *run)
 {
     tow_assert(!run->attempt);
+    TOW_LIST_EACH (n, &r->attempts) {
+        if (!run->owed) break;
+        struct attempt *a = TOW_CONTAINER(n, struct attempt, all);
+        if (a->owes == run) forget_owed(a);
+    }
     set_state(r, run, OVER);
     if (--run->job->n_left == 0) bury(r, run->job);
 }
@@ -360,7 +380,8 @@ static void finish_run(struct rtr_route *r, struct run *run, bool length, uint64
  * word. */
 static bool must_wait_for_rows(const struct run *run)
 {
-    return run->job->capture.len > 0 && run->attempt->side[P].state != SIDE_OVER;
+    const struct attempt *a = run->attempt;
+    return run->job->capture.len > 0 && (run->owed || (a && a->side[P].state != SIDE_OVER));
 }
 
 static void wait_for_rows(struct rtr_route *r, struct run *run, bool length, uint64_t now_ms)
@@ -392,7 +413,10 @@ static void requeue(struct rtr_route *r, struct run *run, uint32_t pause_ms, uin
         return;
     }
     if (run->n_output == run->job->max_tokens) { /* all tokens came, only the FINISH was lost */
-        finish_run(r, run, true, now_ms, out);
+        if (must_wait_for_rows(run))
+            wait_for_rows(r, run, true, now_ms);
+        else
+            finish_run(r, run, true, now_ms, out);
         return;
     }
     set_state(r, run, QUEUED);
@@ -889,10 +913,7 @@ static void worker_lost(struct rtr_route *r, uint32_t slot, const char *why, uin
     struct run *run;
     while ((run = next_hurt(r))) {
         run->hurt = false;
-        if (run->state == CLOSING)
-            close_run(r, run, now_ms, out);
-        else
-            try_again(r, run, TOW_EPEER, "a worker was lost", now_ms, out);
+        if (run->state != CLOSING) try_again(r, run, TOW_EPEER, "a worker was lost", now_ms, out);
     }
     TOW_LIST_EACH_SAFE (n, &r->attempts) attempt_try_free(r, TOW_CONTAINER(n, struct attempt, all));
 }
@@ -997,15 +1018,24 @@ static void on_grant(struct rtr_route *r, struct attempt *a, int s, struct rtr_a
     m->eos = (struct wire_ids){r->eos, r->cfg.n_eos};
     m->tokens = tokens_of(run);
     m->capture = run->job->capture;
+    if (run->job->warm_up) return;
+    struct rtr_action *t = act(out, RTR_DO_PLACED);
+    t->job = run->job;
+    t->cookie = run->job->cookie;
+    t->choice = run->choice;
+    t->prefill = a->side[P].slot;
+    t->decode = a->side[D].slot;
+    t->n_output = run->n_output;
 }
 
-/* A side has said its last word about a run that only waited for rows. */
-static bool closes(struct rtr_route *r, struct run *run, int s, uint64_t now_ms,
-                   struct rtr_actions *out)
+/* Runs that only waited for rows and have no more to wait for. */
+static void close_whole(struct rtr_route *r, uint64_t now_ms, struct rtr_actions *out)
 {
-    if (run->state != CLOSING) return false;
-    if (s == P) close_run(r, run, now_ms, out);
-    return true;
+    if (!r->in_state[CLOSING]) return;
+    TOW_LIST_EACH_SAFE (n, &r->runs) {
+        struct run *run = TOW_CONTAINER(n, struct run, all);
+        if (run->state == CLOSING && !must_wait_for_rows(run)) close_run(r, run, now_ms, out);
+    }
 }
 
 static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct wire_deny *m,
@@ -1020,7 +1050,7 @@ static void on_deny(struct rtr_route *r, struct attempt *a, int s, const struct 
         attempt_try_free(r, a);
         return;
     }
-    if (closes(r, run, s, now_ms, out)) return;
+    if (run->state == CLOSING) return;
     switch (m->code) {
     case TOW_EFULL:
     case TOW_EBUSY:
@@ -1071,7 +1101,7 @@ static void on_failed(struct rtr_route *r, struct attempt *a, int s, const struc
         attempt_try_free(r, a);
         return;
     }
-    if (closes(r, run, s, now_ms, out) || needless(run, s)) return;
+    if (run->state == CLOSING || needless(run, s)) return;
     switch (code) {
     case TOW_EFULL:
     case TOW_EBUSY:
@@ -1181,9 +1211,10 @@ static void on_finish(struct rtr_route *r, struct attempt *a, int s, const struc
     finish_run(r, run, length, now_ms, out);
 }
 
-static void on_captured(struct attempt *a, const struct wire_captured *m, struct rtr_actions *out)
+static void on_captured(struct attempt *a, int s, const struct wire_captured *m,
+                        struct rtr_actions *out)
 {
-    struct run *run = a->run;
+    struct run *run = a->run ? a->run : s == P ? a->owes : NULL;
     if (!run || run->job->capture.len == 0 || m->step > run->job->max_tokens) return;
     struct rtr_action *c = act(out, RTR_DO_CAPTURED);
     c->job = run->job;
@@ -1215,7 +1246,7 @@ static void on_last_word(struct rtr_route *r, struct attempt *a, int s, bool don
     side_over(r, a, s);
     if (!run)
         attempt_try_free(r, a);
-    else if (!closes(r, run, s, now_ms, out) && !done && !needless(run, s))
+    else if (run->state != CLOSING && !done && !needless(run, s))
         try_again(r, run, TOW_ECANCEL, "a worker cancelled it by itself", now_ms, out);
 }
 
@@ -1234,7 +1265,7 @@ static void on_ticket(struct rtr_route *r, uint32_t slot, const struct wire_msg 
     case WIRE_PREFILL_DONE_MSG: on_last_word(r, a, s, s == P, now_ms, out); break;
     case WIRE_FAILED_MSG: on_failed(r, a, s, &m->failed, now_ms, out); break;
     case WIRE_TOKENS_MSG: on_tokens(r, a, s, &m->tokens, now_ms, out); break;
-    case WIRE_CAPTURED_MSG: on_captured(a, &m->captured, out); break;
+    case WIRE_CAPTURED_MSG: on_captured(a, s, &m->captured, out); break;
     case WIRE_FINISH_MSG: on_finish(r, a, s, &m->finish, now_ms, out); break;
     case WIRE_CANCELLED_MSG: on_last_word(r, a, s, false, now_ms, out); break;
     default: break;
@@ -1357,6 +1388,7 @@ static void check_drain(struct rtr_route *r, uint64_t now_ms, struct rtr_actions
 
 static void settle(struct rtr_route *r, uint64_t now_ms, struct rtr_actions *out)
 {
+    close_whole(r, now_ms, out);
     if (!r->dirty) return;
     prove_all(r, now_ms, out);
     if (!r->draining) warm_up_all(r, now_ms);

@@ -90,6 +90,7 @@ enum rtr_action_kind {
     RTR_DO_CLOSE,    /* conn, after what was sent; why is a literal */
     RTR_DO_TOKENS,   /* to the client: msg->tokens of choice; first counts over all attempts */
     RTR_DO_CAPTURED, /* to the client: msg->captured of choice */
+    RTR_DO_PLACED,   /* to the client: choice goes to a pair; outputs it has so far */
     RTR_DO_FINISH,   /* choice ended; reason */
     RTR_DO_FAIL,     /* the whole request ended */
     RTR_DO_DRAINED,  /* once: nothing is left */
@@ -101,9 +102,10 @@ struct rtr_action {
     uint64_t conn;
     struct wire_msg msg; /* SEND, TOKENS, CAPTURED; spans valid until the next step or reap */
     const char *why;
-    struct rtr_job *job; /* TOKENS, CAPTURED, FINISH, FAIL */
+    struct rtr_job *job; /* TOKENS, CAPTURED, PLACED, FINISH, FAIL */
     void *cookie;        /* of that job */
     uint32_t choice;
+    uint32_t prefill, decode, n_output; /* PLACED: slots */
     enum rtr_finish reason;
     struct rtr_refusal refusal; /* FAIL */
 };

@@ -43,6 +43,17 @@ uint64_t tow_hash64_seed(const void *p, size_t n, uint64_t seed)
     return tow_hash64_seed_plain(p, n, seed);
 }
 
+uint64_t tow_hash_copy(void *dst, const void *src, size_t n, bool past_cache)
+{
+#if defined(__x86_64__)
+    if (n > SHORT) {
+        if (has_avx512()) return tow_hash_copy_avx512(dst, src, n, past_cache);
+        if (has_avx2()) return tow_hash_copy_avx2(dst, src, n, past_cache);
+    }
+#endif
+    return tow_hash_copy_plain(dst, src, n, past_cache);
+}
+
 void tow_hash_add(struct tow_hash *h, const void *p, size_t n)
 {
 #if defined(__x86_64__)

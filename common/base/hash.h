@@ -2,12 +2,18 @@
 #ifndef TOW_BASE_HASH_H
 #define TOW_BASE_HASH_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 /* p: n bytes, at any address; may be NULL when n is 0. */
 uint64_t tow_hash64(const void *p, size_t n);
 uint64_t tow_hash64_seed(const void *p, size_t n, uint64_t seed); /* chains: seed = hash before */
+
+/* Copies n bytes to where they do not overlap; returns the tow_hash64() of what is at dst then, also
+ * when another process changes src meanwhile. One pass: the price of the dearer of the two.
+ * past_cache: to memory directly, for more bytes than a cache holds until they are read. */
+uint64_t tow_hash_copy(void *dst, const void *src, size_t n, bool past_cache);
 
 /* tow_hash64() of bytes that come in pieces, however they are cut. Nothing in it needs freeing. */
 struct tow_hash {

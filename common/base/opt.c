@@ -77,7 +77,8 @@ static const char settings_of_all[] =
     " index-capture index-keys index-topk join join-token-file json kv-dtype kv-pages lease"
     " log-format log-level max-batch max-body-bytes max-connections max-pending-tokens max-queued"
     " max-queued-tokens max-tokens max-wait memory-fraction model name numerics out"
-    " queue-timeout report reserve-tokens served-model-name sse-keepalive stats status step-limit"
+    " queue-timeout record-dir record-max-bytes record-max-requests record-mode report"
+    " reserve-tokens served-model-name sse-keepalive stats status step-limit"
     " system temperature thinking threads timeout tokens url"
     " ";
 

@@ -3,14 +3,14 @@
  * How      Commands and events are heap objects whose pointers pass through a tow_inbox each way. A
  *          command that finds its inbox full is refused to the caller. An event must not be lost,
  *          since pages hang on it: one that finds its inbox full waits in a backlog and goes first
- *          next time. While bytes move, parts wait there too and are told once a millisecond:
- *          waking the control thread costs more than moving a small page. Offers are worked off a
- *          little each turn, so that the peer reads the first pages while the next ones are
- *          digested.
+ *          next time. While bytes move, parts wait there too and are told every MOVER_TELL_MS, runs
+ *          of pages as one event: waking the control thread costs more than moving a small page.
+ *          Offers are worked off a little each turn, so that the peer reads the first pages while
+ *          the next ones are digested. What a turn has to say to a peer leaves as one message.
  *          Commands are looked at before any message is: whatever the control thread did before it
  *          told the world (expect, then GRANT) is then known here before the world can answer.
  *
- *          The loop sleeps in net_link_wait(): in UCX's descriptor, the wake descriptor, or until
+ *          The loop sleeps in net_link_wait(), in UCX's descriptor, the wake descriptor, or until
  *          the next tick. Ticks (heartbeats, leases, deadlines) exist only while there is a peer or
  *          a ticket.
  *
@@ -24,6 +24,7 @@
 #include "common/base/log.h"
 #include "common/kv/mover_impl.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,14 +39,26 @@ static void on_command_wake(void *arg)
     uint64_t one = 1;
     ssize_t n = write(m->wake_fd, &one, sizeof one);
     (void)n; /* full means: signalled already */
-    atomic_store(&m->rung, true);
 }
 
 /* --- the transfer thread ---------------------------------------------------------------------- */
 
+/* A page that is told next to the one told before it needs no event of its own. */
+static bool joins_last(struct kv_mover *m, const struct kv_mover_event *ev)
+{
+    if (ev->kind != KV_MOVER_PART || tow_list_empty(&m->backlog)) return false;
+    struct kv_mover_event *last = &TOW_CONTAINER(m->backlog.prev, struct mover_event, node)->pub;
+    if (last->kind != KV_MOVER_PART || last->ticket.id != ev->ticket.id ||
+        last->ticket.nonce != ev->ticket.nonce || last->index == KV_PART_TAIL ||
+        ev->index != last->index + last->n_parts)
+        return false;
+    last->n_parts++;
+    return true;
+}
+
 void mover_post(struct kv_mover *m, const struct kv_mover_event *ev, const void *note)
 {
-    if (m->stopping) return;
+    if (m->stopping || joins_last(m, ev)) return;
     struct mover_event *e = malloc(sizeof *e + ev->note_bytes);
     tow_assert(e); /* an event that cannot be told would leak pages for ever */
     e->pub = *ev;
@@ -116,19 +129,22 @@ static void tell_all(struct kv_mover *m, bool happened)
 {
     struct net_link_stats ls;
     net_link_stats(m->link, &ls);
-    bool moving = happened || ls.ops > 0;
-    if (moving && !m->urgent && m->posted_ms == m->now_ms) return;
+    bool moving = happened || ls.ops > 0 || m->copying;
+    if (moving && !m->urgent && m->now_ms < m->posted_ms + MOVER_TELL_MS) return;
     m->posted_ms = m->now_ms;
     publish(m, &ls);
     post_backlog(m);
 }
 
-static void drain_wake_fd(struct kv_mover *m)
+/* The wake descriptor is emptied by what its readiness woke and by nothing else: a note of who wrote to
+ * it would come late where the writer has been put aside by the thread that it woke, and this one
+ * would turn on the spot until then (3 ms were seen). */
+static void sleep_some(struct kv_mover *m, int timeout_ms)
 {
     uint64_t n;
-    if (!atomic_exchange(&m->rung, false)) return;
+    if (!net_link_wait(m->link, m->wake_fd, timeout_ms)) return;
     ssize_t rc = read(m->wake_fd, &n, sizeof n);
-    (void)rc; /* nothing to read is fine */
+    (void)rc;
 }
 
 /* The events of the old link's end come first. */
@@ -162,11 +178,18 @@ static void loop(struct kv_mover *m)
         uint64_t gap = m->now_ms - m->turned_ms;
         if (gap >= (uint64_t)m->cfg.heartbeat_ms * NET_PEER_DEAD_AFTER) mover_stood_still(m, gap);
         m->turned_ms = m->now_ms;
-        drain_wake_fd(m);
         mover_run_commands(m);
         if (m->relink && !m->stopping) relink(m);
         bool happened = run_offers(m);
         if (net_link_progress(m->link) > 0) happened = true;
+        /* More offers are near then: being woken costs more than the copy of a small page, and the
+         * peer has to do the waking. */
+        if (ship_copy_some(m)) {
+            happened = m->copying = true;
+            m->copied_us = tow_now_us();
+        } else if (m->copying) {
+            m->copying = m->n_tickets > 0 && tow_now_us() - m->copied_us < MOVER_SPIN_US;
+        }
         bool idle = tow_list_empty(&m->conns) && tow_list_empty(&m->targets) && m->n_tickets == 0;
         m->now_ms = tow_now_ms();
         if (m->now_ms >= m->tick_at_ms) {
@@ -175,12 +198,16 @@ static void loop(struct kv_mover *m)
             ship_tick(m);
         }
         tell_all(m, happened);
+        mover_flush_peers(m);
         if (happened || m->stopping) continue;
         uint64_t left = m->tick_at_ms > m->now_ms ? m->tick_at_ms - m->now_ms : 0;
         /* Also when idle it turns now and then, so that a long sleep is not taken for a stop. */
         if (idle) left = m->cfg.heartbeat_ms;
         if (!tow_list_empty(&m->backlog)) left = 1;
-        net_link_wait(m->link, m->wake_fd, (int)left);
+        if (m->copying)
+            sched_yield();
+        else
+            sleep_some(m, (int)left);
     }
 }
 

@@ -13,9 +13,9 @@
  * Prefill:  kv_mover_connect(D) on PAIR ........... KV_MOVER_PEER_UP (answer PAIRED) or PEER_DOWN
  *           kv_mover_send() on PREFILL, kv_mover_offer() per chunk and for the tail,
  *           kv_mover_touch() each second for every live job
- *           KV_MOVER_PART per acked page (give it back), KV_MOVER_ENDED (0: all acked)
+ *           KV_MOVER_PART for acked pages (give them back), KV_MOVER_ENDED (0: all acked)
  * Decode:   kv_mover_expect() on RESERVE, then send GRANT
- *           KV_MOVER_PART per verified page, KV_MOVER_ENDED (0: whole, with the sender's note)
+ *           KV_MOVER_PART for verified pages, KV_MOVER_ENDED (0: whole, with the sender's note)
  * Both:     kv_mover_cancel() at any time, again and again until ENDED; kv_mover_drop() on UNPAIR;
  *           kv_mover_relink() on RELINK, answered by KV_MOVER_RELINKED.
  */
@@ -142,7 +142,7 @@ struct kv_mover_event {
     /* PART, ENDED */
     struct kv_ticket ticket;
     uint64_t cookie;
-    uint32_t index; /* PART: which */
+    uint32_t index, n_parts; /* PART: so many from this one on; the tail is told alone */
     /* ENDED, PEER_DOWN, RELINKED: 0 or TOW_E*. PEER_DOWN with TOW_ETIME: it did not answer the
      * greeting, or stopped answering before the link was proved. */
     int code;
@@ -163,6 +163,7 @@ bool kv_mover_event(struct kv_mover *m, struct kv_mover_event *out);
 /* Counters since start. [control thread] */
 struct kv_mover_stats {
     uint64_t bytes_in, bytes_out, parts_in, parts_out;
+    uint64_t bytes_copied; /* out of a peer's memory that is mapped here */
     uint64_t tickets_ok, tickets_failed, tickets_cancelled, leases_expired;
     uint64_t bad_digests;    /* parts whose digest differed */
     uint64_t bad_offers;     /* unknown, forged, doubled, out of range */

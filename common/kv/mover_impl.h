@@ -19,7 +19,6 @@
 #include "proto/messages.h"
 
 #include <pthread.h>
-#include <stdatomic.h>
 
 enum {
     MOVER_FACTS_MAX = 32,
@@ -28,7 +27,14 @@ enum {
      * them. */
     MOVER_READ_BYTES = 128 << 10,
     MOVER_OFFER_BYTES = 256 << 10, /* digested for offers in one turn of the loop */
-    MOVER_PROBES = 16,             /* pages moved to prove a link; the first one only warms it up */
+    MOVER_COPY_BYTES = 4 << 20,    /* copied in one turn and connection, or one part if larger */
+    /* Pages of a ticket in all from which copies go past the caches: they would not stay in the
+     * second-level one, and to go through it costs a read of what is overwritten. */
+    MOVER_PAST_CACHE = 4 << 20,
+    MOVER_SPIN_US = 50,     /* the thread polls so long after a copy, if tickets are live */
+    MOVER_TELL_MS = 8,      /* while bytes move, pages are told to be done so often */
+    MOVER_OUT_BYTES = 7000, /* of frames that leave as one message: one slot of shared memory */
+    MOVER_PROBES = 16,      /* pages moved to prove a link; the first one only warms it up */
     MOVER_PROBE_WINDOW = 4,
     MOVER_TEXT = 160,
     MOVER_LABEL_BYTES = 8 /* before each frame: the random number that names the connection */
@@ -60,6 +66,7 @@ struct conn {
     struct net_ep *ep;
     struct net_rkey *rkeys[KV_AREAS]; /* decode: the sender's areas */
     uint64_t remote_base[KV_AREAS], remote_bytes[KV_AREAS];
+    const uint8_t *mapped[KV_AREAS]; /* decode: the same, in this process; NULL: cannot be */
     uint64_t ping_at_ms;
     bool ep_closed;
     /* proof */
@@ -67,11 +74,17 @@ struct conn {
     uint64_t probe_digest, probe_from_us;
     unsigned probes_begun, probes_done, n_probe_bulks;
     struct net_bulk *probe_bulks[MOVER_PROBES]; /* arrived, to be taken in turn */
-    uint64_t probe_remote;
+    uint64_t probe_offset;
     int probe_code;
     uint32_t mb[3]; /* by kv_move_method; 0: does not work */
     char transports[3][24];
     enum kv_move_method method;
+    bool copies; /* decode: reads are copies out of `mapped` */
+    /* frames that wait for conn_flush(), behind the label */
+    uint32_t out_bytes;
+    bool out_waits; /* nobody is held up by them for a millisecond: since out_ms */
+    uint64_t out_ms;
+    uint8_t out[MOVER_OUT_BYTES];
     /* shipping */
     struct tow_list ready; /* tickets with something to read, next in turn first */
     unsigned n_reads;
@@ -111,6 +124,7 @@ struct ticket {
     uint64_t incarnation;
     struct kv_xfer x;
     char why[MOVER_TEXT];
+    bool past_cache; /* receiver: more than a cache holds */
     uint32_t note_bytes;
     uint8_t note[KV_MOVER_NOTE_MAX];
     uint8_t *states;     /* owned, n_pages + 1 */
@@ -161,7 +175,6 @@ struct kv_mover {
     uint32_t n_facts;
     pthread_t thread;
     int wake_fd;
-    _Atomic bool rung; /* wake_fd was written to */
     void *areas[KV_AREAS];
     bool has_cuda;
     /* between the threads */
@@ -184,7 +197,8 @@ struct kv_mover {
     struct tow_list offers;  /* commands in work, in their order */
     struct tow_list backlog; /* events not in the inbox yet */
     bool urgent;             /* one of them is more than a part */
-    uint64_t posted_ms;
+    uint64_t posted_ms, copied_us;
+    bool copying; /* until MOVER_SPIN_US after copied_us */
     struct tow_list *buckets;
     uint32_t n_buckets, n_tickets, n_conns;
     uint64_t now_ms, turned_ms, tick_at_ms;
@@ -201,13 +215,15 @@ void mover_run_commands(struct kv_mover *m);
 void mover_connect(struct kv_mover *m, const struct command *cmd);
 void mover_drop(struct kv_mover *m, const struct command *cmd);
 void mover_tick_peers(struct kv_mover *m);
+void mover_flush_peers(struct kv_mover *m);
 void mover_forget_peers(struct kv_mover *m, const char *why);
 void mover_stood_still(struct kv_mover *m, uint64_t gap_ms);
 struct conn *mover_conn_of(struct kv_mover *m, const char *name, uint64_t incarnation);
-void conn_send(struct conn *c, const struct wire_msg *msg);
+void conn_send(struct conn *c, const struct wire_msg *msg); /* leaves at the turn's end or later */
+void conn_flush(struct conn *c);
 void conn_down(struct conn *c, int code, const char *why);
 void conn_read_ended(struct conn *c); /* one of its reads is accounted for */
-void mover_on_message(void *arg, const void *frame, uint32_t bytes);
+void mover_on_message(void *arg, const void *bytes, uint32_t n);
 void mover_on_bulk(void *arg, struct net_bulk *bulk, const void *head, uint32_t head_bytes,
                    uint64_t bytes);
 void mover_on_ep_error(void *arg, struct net_ep *ep, int code, const char *why);
@@ -226,6 +242,7 @@ void ship_from_peer(struct conn *c, struct wire_ticket id, enum kv_xfer_event_ki
 void ship_peer_lost(struct kv_mover *m, const char *name, uint64_t incarnation, struct conn *c,
                     const char *why);
 void ship_pump(struct conn *c);
+bool ship_copy_some(struct kv_mover *m); /* false: nothing to copy */
 void ship_tick(struct kv_mover *m);
 void ship_free_all(struct kv_mover *m);
 

@@ -106,18 +106,40 @@ struct conn *mover_conn_of(struct kv_mover *m, const char *name, uint64_t incarn
     return NULL;
 }
 
+void conn_flush(struct conn *c)
+{
+    if (c->out_bytes == 0) return;
+    memcpy(c->out, &c->label, MOVER_LABEL_BYTES);
+    if (c->ep) net_ep_send(c->ep, c->out, c->out_bytes);
+    c->out_bytes = 0;
+}
+
 void conn_send(struct conn *c, const struct wire_msg *msg)
 {
     uint8_t frame[FRAME_MAX];
     if (!c->ep || c->state == CONN_CLOSING) return;
     if (tow_fault(wire_step_name(msg->type, true))) return; /* lost on the way */
-    memcpy(frame, &c->label, MOVER_LABEL_BYTES);
-    int64_t n = wire_pack(msg, frame + MOVER_LABEL_BYTES, sizeof frame - MOVER_LABEL_BYTES);
+    if (c->out_bytes == 0) {
+        c->out_bytes = MOVER_LABEL_BYTES;
+        c->out_ms = c->m->now_ms;
+        c->out_waits = true;
+    }
+    if (msg->type != WIRE_ACK_MSG) c->out_waits = false;
+    int64_t n = wire_pack(msg, c->out + c->out_bytes, sizeof c->out - c->out_bytes);
+    if (n > 0) {
+        c->out_bytes += (uint32_t)n;
+        return;
+    }
+    /* It does not fit behind the others, or is a large one. */
+    if (c->out_bytes == MOVER_LABEL_BYTES) c->out_bytes = 0;
+    conn_flush(c);
+    n = wire_pack(msg, frame + MOVER_LABEL_BYTES, sizeof frame - MOVER_LABEL_BYTES);
     if (n < 0) {
         tow_error("peer %s: %s cannot be packed: %s", c->peer.name, wire_type_name(msg->type),
                   tow_err_text((int)n));
         return;
     }
+    memcpy(frame, &c->label, MOVER_LABEL_BYTES);
     net_ep_send(c->ep, frame, (uint32_t)n + MOVER_LABEL_BYTES);
 }
 
@@ -174,6 +196,7 @@ static void close_conn(struct conn *c, int code, const char *why, bool refused)
         if (c->probe_bulks[i]) net_bulk_refuse(c->probe_bulks[i]);
         c->probe_bulks[i] = NULL;
     }
+    conn_flush(c);
     ship_peer_lost(m, c->peer.name, c->peer.incarnation, c, why);
     if (t)
         target_failed(m, t, code, why, refused);
@@ -423,7 +446,11 @@ static int open_keys(struct conn *c, const struct wire_xhello *h, struct tow_err
     int rc =
         net_rkey_open(c->ep, h->pool_rkey.data, h->pool_rkey.len, &c->rkeys[KV_AREA_PAGES], err);
     if (rc < 0) return rc;
-    return net_rkey_open(c->ep, h->tail_rkey.data, h->tail_rkey.len, &c->rkeys[KV_AREA_TAILS], err);
+    rc = net_rkey_open(c->ep, h->tail_rkey.data, h->tail_rkey.len, &c->rkeys[KV_AREA_TAILS], err);
+    if (rc < 0) return rc;
+    for (int a = 0; a < KV_AREAS; a++) c->mapped[a] = net_rkey_peek(c->rkeys[a], c->remote_base[a]);
+    if (!c->mapped[KV_AREA_TAILS]) c->mapped[KV_AREA_PAGES] = NULL;
+    return 0;
 }
 
 static void replace_older(struct kv_mover *m, const struct conn *newer)
@@ -549,6 +576,7 @@ static void proof_over(struct conn *c, const char *why)
         return;
     }
     c->state = CONN_UP;
+    c->copies = c->method == KV_MOVE_GET && c->mapped[KV_AREA_PAGES];
     m->own.peers_up++;
     if (c->target) {
         c->target->told = TOLD_UP;
@@ -564,8 +592,6 @@ static void answer_proof(struct conn *c)
     uint64_t us = tow_now_us() - c->probe_from_us;
     uint64_t bytes = (uint64_t)c->m->cfg.page_bytes * (MOVER_PROBES - 1);
     uint64_t mb = bytes / (us ? us : 1);
-    if (c->probe_code == 0 && tow_hash64(probe_page(c->m), c->m->cfg.page_bytes) != c->probe_digest)
-        c->probe_code = TOW_EDIGEST;
     c->mb[method] = c->probe_code != 0 ? 0 : mb > UINT32_MAX ? UINT32_MAX : mb ? (uint32_t)mb : 1;
     net_ep_transport(c->ep, method == KV_MOVE_GET, c->transports[method], sizeof c->transports[0]);
     c->proving = KV_MOVE_NONE;
@@ -586,6 +612,9 @@ static void on_probe_read(void *arg, int code)
 {
     struct conn *c = arg;
     if (c->m->stopping) return;
+    /* Part of the price, as in a copy. */
+    if (code == 0 && tow_hash64(probe_page(c->m), c->m->cfg.page_bytes) != c->probe_digest)
+        code = TOW_EDIGEST;
     if (code != 0) c->probe_code = code;
     c->probes_done++;
     if (c->state == CONN_PROVING) {
@@ -596,6 +625,18 @@ static void on_probe_read(void *arg, int code)
             start_probes(c);
     }
     conn_read_ended(c);
+}
+
+/* As ship_copy_some() does it. */
+static void copy_probes(struct conn *c)
+{
+    const uint8_t *from = c->mapped[KV_AREA_PAGES] + c->probe_offset;
+    for (int i = 0; i < MOVER_PROBES; i++) {
+        if (tow_hash_copy(probe_page(c->m), from, c->m->cfg.page_bytes, false) != c->probe_digest)
+            c->probe_code = TOW_EDIGEST;
+        if (i == 0) c->probe_from_us = tow_now_us();
+    }
+    answer_proof(c);
 }
 
 /* Few at a time: what completes in one go cannot be timed. */
@@ -610,7 +651,8 @@ static void start_probes(struct conn *c)
         struct net_bulk *bulk = c->probe_bulks[i];
         c->probe_bulks[i] = NULL;
         c->n_reads++;
-        int rc = get ? net_ep_get(c->ep, c->rkeys[KV_AREA_PAGES], c->probe_remote, probe_page(m),
+        int rc = get ? net_ep_get(c->ep, c->rkeys[KV_AREA_PAGES],
+                                  c->remote_base[KV_AREA_PAGES] + c->probe_offset, probe_page(m),
                                   m->cfg.page_bytes, on_probe_read, c)
                      : net_bulk_take(bulk, probe_page(m), on_probe_read, c);
         if (rc == 0) continue;
@@ -624,7 +666,7 @@ static void begin_probe(struct conn *c, const struct wire_xprobe *p)
 {
     c->proving = p->method == WIRE_METHOD_GET ? KV_MOVE_GET : KV_MOVE_BULK;
     c->probe_digest = wire_u64s_at(p->part.digests, 0);
-    c->probe_remote = c->remote_base[KV_AREA_PAGES] + p->part.offset;
+    c->probe_offset = p->part.offset;
     c->probe_code = 0;
     c->probes_begun = c->probes_done = c->n_probe_bulks = 0;
     memset(probe_page(c->m), 0, c->m->cfg.page_bytes);
@@ -654,7 +696,10 @@ static void on_xprobe(struct conn *c, const struct wire_xprobe *p)
         answer_proof(c);
         return;
     }
-    start_probes(c);
+    if (c->mapped[KV_AREA_PAGES])
+        copy_probes(c);
+    else
+        start_probes(c);
 }
 
 static void on_probe_bulk(struct conn *c, const struct wire_xprobe *p, struct net_bulk *bulk,
@@ -755,21 +800,15 @@ static void on_conn_message(struct conn *c, const struct wire_msg *msg)
     }
 }
 
-void mover_on_message(void *arg, const void *frame, uint32_t bytes)
+/* Bytes of the frame that came first; 0: there is none. */
+static size_t on_frame(struct kv_mover *m, uint64_t label, const uint8_t *frame, size_t bytes)
 {
-    struct kv_mover *m = arg;
     struct wire_msg msg;
-    uint64_t label;
-    if (m->stopping || m->relinking) return;
-    mover_run_commands(m);
-    if (bytes < MOVER_LABEL_BYTES ||
-        wire_unpack_frame(&msg, (const uint8_t *)frame + MOVER_LABEL_BYTES,
-                          bytes - MOVER_LABEL_BYTES, NULL) < 0) {
-        m->own.stale_messages++;
-        return;
-    }
-    memcpy(&label, frame, sizeof label);
-    if (tow_fault(wire_step_name(msg.type, false))) return; /* as if it had not come */
+    struct wire_header h;
+    if (wire_unpack_frame(&msg, frame, bytes, NULL) < 0 || wire_header_unpack(&h, frame, NULL) < 0)
+        return 0;
+    size_t n = WIRE_HEADER_BYTES + (size_t)h.body_bytes;
+    if (tow_fault(wire_step_name(msg.type, false))) return n; /* as if it had not come */
     struct conn *c = conn_by_label(m, label);
     if (c)
         on_conn_message(c, &msg);
@@ -777,6 +816,25 @@ void mover_on_message(void *arg, const void *frame, uint32_t bytes)
         on_xhello(m, label, &msg.xhello);
     else
         m->own.stale_messages++;
+    return n;
+}
+
+void mover_on_message(void *arg, const void *bytes, uint32_t n)
+{
+    struct kv_mover *m = arg;
+    uint64_t label = 0;
+    size_t at = MOVER_LABEL_BYTES;
+    if (m->stopping || m->relinking) return;
+    mover_run_commands(m);
+    if (n > MOVER_LABEL_BYTES) memcpy(&label, bytes, sizeof label);
+    do {
+        size_t one = at < n ? on_frame(m, label, (const uint8_t *)bytes + at, n - at) : 0;
+        if (one == 0) {
+            m->own.stale_messages++;
+            return;
+        }
+        at += one;
+    } while (at < n && !m->stopping);
 }
 
 void mover_on_bulk(void *arg, struct net_bulk *bulk, const void *head, uint32_t head_bytes,
@@ -819,6 +877,7 @@ void mover_on_ep_error(void *arg, struct net_ep *ep, int code, const char *why)
     struct conn *c = net_ep_user(ep);
     snprintf(text, sizeof text, "connection lost: %s", why);
     tow_warn("peer %s: %s", c->peer.name, text);
+    c->out_bytes = 0;
     conn_down(c, code, text);
 }
 
@@ -857,6 +916,17 @@ void mover_tick_peers(struct kv_mover *m)
     TOW_LIST_EACH_SAFE (n, &m->targets) {
         struct target *t = TOW_CONTAINER(n, struct target, node);
         if (!t->conn && t->retry_at_ms && m->now_ms >= t->retry_at_ms) try_target(m, t);
+    }
+}
+
+void mover_flush_peers(struct kv_mover *m)
+{
+    TOW_LIST_EACH (n, &m->conns) {
+        struct conn *c = TOW_CONTAINER(n, struct conn, node);
+        /* Acknowledgements alone wait while there is more to copy: each message may wake the peer,
+         * which has nothing else to do but to give pages back. */
+        bool more = c->copies && !tow_list_empty(&c->ready);
+        if (!more || !c->out_waits || c->out_ms != m->now_ms) conn_flush(c);
     }
 }
 

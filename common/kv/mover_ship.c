@@ -3,10 +3,11 @@
  *
  * How      One open hash table of tickets by id. Digests are made and checked here, on the transfer
  *          thread: XXH3 runs at memory speed, next to the copy itself, and keeps the engine's cores
- *          out of it. A part is read in pieces and each is digested as it comes, while the cache
- *          has it. Reads are handed out in turn among the tickets of a connection, MOVER_READS at a
- *          time, so a long prompt's pages never hold up a short one's and a cancelled ticket waits
- *          for a few reads at most.
+ *          out of it. Where the sender's memory is mapped into this process (one host), a part is
+ *          copied and digested in one pass, MOVER_COPY_BYTES a turn. Else it is read in pieces, and
+ *          each is digested as it comes, while the cache has it; MOVER_READS are in flight at a
+ *          time. Both are handed out in turn among the tickets of a connection, so a long prompt's
+ *          pages never hold up a short one's and a cancelled ticket waits for little.
  *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight;
  *          what comes for it afterwards finds no ticket and is answered with NACK.
  */
@@ -207,7 +208,7 @@ static void tell_part(struct ticket *t, uint32_t index)
 {
     struct kv_mover *m = t->m;
     struct kv_mover_event ev = {
-        .kind = KV_MOVER_PART, .ticket = t->id, .cookie = t->cookie, .index = index};
+        .kind = KV_MOVER_PART, .ticket = t->id, .cookie = t->cookie, .index = index, .n_parts = 1};
     if (t->x.sender)
         m->own.parts_out++, m->own.bytes_out += bytes_of(m, index);
     else
@@ -263,9 +264,11 @@ static void step(struct ticket *t, enum kv_xfer_event_kind kind, uint32_t index,
 
 /* --- receiving -------------------------------------------------------------------------------- */
 
-static void flip_if_told(uint8_t *bytes, size_t n)
+static bool flip_if_told(uint8_t *bytes, size_t n)
 {
-    if (tow_fault("link.flip")) bytes[n / 2] ^= 1;
+    bool told = tow_fault("link.flip");
+    if (told) bytes[n / 2] ^= 1;
+    return told;
 }
 
 static int check_digest(struct part *p, uint64_t digest)
@@ -380,16 +383,61 @@ static void start_read(struct conn *c, struct ticket *t, uint32_t index)
     step(t, KV_XFER_READ, index, 0, rc);
 }
 
+/* The part that is next in turn, now busy; NULL: none. */
+static struct ticket *next_part(struct conn *c, uint32_t *index)
+{
+    while (!tow_list_empty(&c->ready)) {
+        struct ticket *t = TOW_CONTAINER(c->ready.next, struct ticket, in_ready);
+        tow_list_remove(&t->in_ready);
+        if (!kv_xfer_next(&t->x, index)) continue;
+        tow_list_append(&c->ready, &t->in_ready);
+        return t;
+    }
+    return NULL;
+}
+
 void ship_pump(struct conn *c)
 {
-    while (c->state == CONN_UP && c->n_reads < MOVER_READS && !tow_list_empty(&c->ready)) {
-        struct ticket *t = TOW_CONTAINER(c->ready.next, struct ticket, in_ready);
-        uint32_t index;
-        tow_list_remove(&t->in_ready);
-        if (!kv_xfer_next(&t->x, &index)) continue;
-        tow_list_append(&c->ready, &t->in_ready);
+    struct ticket *t;
+    uint32_t index;
+    while (c->state == CONN_UP && !c->copies && c->n_reads < MOVER_READS &&
+           (t = next_part(c, &index)) != NULL)
         start_read(c, t, index);
+}
+
+/* The whole part at once: the copy itself tells the digest of what arrived. If the sender reuses the
+ * page meanwhile, its lease being over, that is another digest than the one offered. */
+static size_t copy_part(struct conn *c, struct ticket *t, uint32_t index)
+{
+    struct part *p = part_at(t, index);
+    size_t n = bytes_of(t->m, index);
+    int code = TOW_EPEER;
+    if (p->bulk) net_bulk_refuse(p->bulk); /* on a link of reads nothing is pushed */
+    p->bulk = NULL;
+    if (!tow_fault("kv.get")) {
+        uint64_t digest =
+            tow_hash_copy(local_of(p), c->mapped[area_of(index)] + p->remote, n, t->past_cache);
+        if (flip_if_told(local_of(p), n)) digest = tow_hash64(local_of(p), n);
+        code = check_digest(p, digest);
+        t->m->own.bytes_copied += n;
     }
+    step(t, KV_XFER_READ, index, 0, code);
+    return n;
+}
+
+bool ship_copy_some(struct kv_mover *m)
+{
+    bool any = false;
+    TOW_LIST_EACH (n, &m->conns) {
+        struct conn *c = TOW_CONTAINER(n, struct conn, node);
+        struct ticket *t;
+        uint32_t index;
+        for (size_t bytes = 0; c->copies && c->state == CONN_UP && bytes < MOVER_COPY_BYTES &&
+                               (t = next_part(c, &index)) != NULL;
+             any = true)
+            bytes += copy_part(c, t, index);
+    }
+    return any;
 }
 
 /* The offer of a live receiver's ticket from the peer that it expects; else it is refused. */
@@ -535,6 +583,17 @@ bool ship_offer_some(struct kv_mover *m, struct command *cmd)
     return cmd->at >= cmd->n;
 }
 
+/* From the first to the last of the places where the n pages go. */
+static uint64_t spread(const struct ticket *t, uint32_t n)
+{
+    uint64_t first = UINT64_MAX, last = 0;
+    for (uint32_t i = 0; i < n; i++) {
+        if (t->parts[i].local < first) first = t->parts[i].local;
+        if (t->parts[i].local > last) last = t->parts[i].local;
+    }
+    return last > first ? last - first : 0;
+}
+
 void ship_expect(struct kv_mover *m, const struct command *cmd)
 {
     struct ticket *t = ticket_new(m, cmd);
@@ -542,6 +601,7 @@ void ship_expect(struct kv_mover *m, const struct command *cmd)
     for (uint32_t i = 0; i < cmd->n; i++)
         memcpy(&t->parts[i].local, cmd->payload + i * sizeof(uint64_t), sizeof(uint64_t));
     t->parts[cmd->n].local = cmd->tail_offset;
+    t->past_cache = spread(t, cmd->n) + m->cfg.page_bytes >= MOVER_PAST_CACHE;
     kv_xfer_init_receiver(&t->x, cmd->n, t->states, cmd->lease_ms ? cmd->lease_ms : m->cfg.lease_ms,
                           m->now_ms);
 }

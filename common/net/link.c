@@ -875,6 +875,13 @@ void net_rkey_free(struct net_rkey *k)
     free(k);
 }
 
+const void *net_rkey_peek(struct net_rkey *k, uint64_t remote)
+{
+    void *here = NULL;
+    if (tow_fault("link.map")) return NULL;
+    return ucp_rkey_ptr(k->ucp, remote, &here) == UCS_OK ? here : NULL;
+}
+
 /* --- running ---------------------------------------------------------------------------------- */
 
 static void tell_op(struct net_link *link, struct op *op)
@@ -957,15 +964,15 @@ unsigned net_link_progress(struct net_link *link)
     return n;
 }
 
-void net_link_wait(struct net_link *link, int wake_fd, int timeout_ms)
+bool net_link_wait(struct net_link *link, int wake_fd, int timeout_ms)
 {
-    if (!tow_list_empty(&link->notes)) return;
+    if (!tow_list_empty(&link->notes)) return false;
     bool busy = link->stats.ops > 0;
     if (busy && tow_now_us() - link->progress_us < SPIN_US) {
         sched_yield();
-        return;
+        return false;
     }
-    if (ucp_worker_arm(link->worker) != UCS_OK) return; /* busy: events are waiting */
+    if (ucp_worker_arm(link->worker) != UCS_OK) return false; /* busy: events are waiting */
     bool deaf = link->empty_in_row >= EMPTY_MAX;
     struct pollfd fds[2] = {{.fd = wake_fd, .events = POLLIN},
                             {.fd = deaf ? -1 : link->event_fd, .events = POLLIN}};
@@ -974,4 +981,5 @@ void net_link_wait(struct net_link *link, int wake_fd, int timeout_ms)
     int rc = poll(fds, 2, timeout_ms);
     if (deaf) link->empty_in_row = 0;
     if (rc > 0 && (fds[1].revents & POLLIN)) link->woken = true;
+    return rc > 0 && (fds[0].revents & POLLIN);
 }

@@ -60,8 +60,8 @@ int net_link_reopen(struct net_link *link, struct tow_err *err);
 unsigned net_link_progress(struct net_link *link);
 /* Sleeps until the link has work, wake_fd (-1: none) is readable or timeout_ms (-1: for ever) is
  * over. While operations are in flight it does not sleep but yields, because UCX's events are dear
- * there. */
-void net_link_wait(struct net_link *link, int wake_fd, int timeout_ms);
+ * there. True: wake_fd is readable. */
+bool net_link_wait(struct net_link *link, int wake_fd, int timeout_ms);
 void net_link_stats(const struct net_link *link, struct net_link_stats *out);
 bool net_link_has_cuda(const struct net_link *link); /* this UCX takes device pointers */
 /* The worker's address, for peers; borrowed until net_link_reopen()
@@ -91,6 +91,10 @@ void net_ep_transport(const struct net_ep *ep, bool get, char *out, size_t cap);
 int net_rkey_open(struct net_ep *ep, const void *key, size_t key_bytes, struct net_rkey **out,
                   struct tow_err *err);
 void net_rkey_free(struct net_rkey *k); /* NULL is fine; no read may be in flight */
+/* Where the remote address lies in this process, if the transport maps the region (shared memory of
+ * one host); NULL: net_ep_get() is the only way. Borrowed from k; the owner may be writing there, or
+ * dead, in which case the bytes stay as they were. */
+const void *net_rkey_peek(struct net_rkey *k, uint64_t remote);
 
 /* Copies the frame, so that there is nothing to wait for; a lost one shows as an endpoint error. */
 int net_ep_send(struct net_ep *ep, const void *frame, uint32_t bytes);

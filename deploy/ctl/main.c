@@ -2,6 +2,7 @@
 #include "deploy/ctl/chat.h"
 #include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
+#include "deploy/ctl/explain.h"
 #include "deploy/ctl/needle.h"
 #include "deploy/ctl/numerics.h"
 #include "deploy/ctl/status.h"
@@ -16,6 +17,8 @@ static const struct {
 } commands[] = {
     {"eval", "run the engine in this process on token ids; dump logits, hidden states, scores",
      ctl_eval_main},
+    {"explain", "replay a recorded request: is the answer the model's, or did the way change it",
+     ctl_explain_main},
     {"numerics", "audit kernels, formats and the hand-over on this checkpoint and device",
      ctl_numerics_main},
     {"status", "show whether the router serves, and its workers", ctl_status_main},

@@ -385,6 +385,7 @@ int ctl_numerics_run(const struct ctl_numerics *n, struct ctl_numerics_report *o
     if (rc == 0) rc = list_tensors(&c, err);
     if (rc == 0) rc = capture(&c, err);
     if (rc == 0) rc = run_sections(&c, err);
+    if (rc < 0) snprintf(out->broken_off, sizeof out->broken_off, "%s", err->msg);
     out->seconds = (double)(tow_now_ms() - began) / 1000;
 
     for (int32_t i = 0; i < c.n_tensors; i++) kern_dev_free(c.dev, c.tensors[i].data);

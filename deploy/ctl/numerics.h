@@ -49,6 +49,7 @@ struct ctl_numerics_row {
 struct ctl_numerics_report {
     struct ctl_numerics_row rows[CTL_NUMERICS_MAX_ROWS];
     int32_t n_rows, n_failed;
+    char broken_off[200]; /* why there are no more rows; empty when all were made */
     char fingerprint[17];
     char device[32], isa[16];
     int32_t n_threads, n_tokens;
@@ -58,7 +59,8 @@ struct ctl_numerics_report {
     double seconds;
 };
 
-/* Makes every row. 0 even when rows fail; TOW_E* when the audit could not be made.
+/* Makes every row. 0 even when rows fail; TOW_E* when the audit could not be made, or not to its end:
+ * the rows made until then are in the report.
  * ctl_numerics_fini() after every outcome. */
 int ctl_numerics_run(const struct ctl_numerics *n, struct ctl_numerics_report *out,
                      struct tow_err *err);
@@ -71,7 +73,7 @@ void ctl_numerics_markdown(const struct ctl_numerics_report *r, const char *mode
                            struct tow_buf *out);
 
 /* The subcommand with its flags; returns the exit status: 0 all rows pass, 1 one fails, 2 the audit
- * could not be made. */
+ * could not be made (what was made of it is printed). */
 int ctl_numerics_main(int argc, char **argv);
 
 #endif

@@ -1,75 +1,26 @@
 /* ctl/numerics_flow.c - whole passes: chunks, single tokens, companions, and the hand-over from
  * prefill to decode must not change one bit of a logit.
  *
- * The hand-over is done as the two programs do it: pages are copied part by part into a second pool
- * whose free list has another order, each page's digest is taken on both sides, a page whose digest
- * differs is copied again; then both sides go on. */
+ * The hand-over is done as the two programs do it (sequence.h), then both sides go on. */
 #include "deploy/ctl/numerics_impl.h"
+#include "deploy/ctl/sequence.h"
 
 #include "common/base/err.h"
-#include "common/base/hash.h"
-#include "common/kv/table.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-enum { CHUNK = 256, OTHER_CHUNK = 96, STEPS = 8, RETRIES = 3 };
-
-/* A pool with room for one sequence of T + STEPS tokens, and the sequence. */
-struct side {
-    struct kv_pool *pool;
-    struct kv_table table;
-    uint8_t *pages;
-};
-
-static int open_side(struct ctl_num *c, struct side *s, uint64_t seed, struct tow_err *err)
-{
-    const struct kern_kv_layout *l = model_peek_layout(c->m);
-    const uint32_t n = (uint32_t)kern_kv_pages_for(c->T + STEPS, l->page_tokens), spare = 5;
-    s->pages = ctl_num_hold(c, n + spare, (size_t)l->page_bytes);
-    uint8_t *tails = ctl_num_hold(c, 3, (size_t)l->tail_bytes);
-    kv_table_init(&s->table);
-    if (c->no_memory)
-        return tow_fail(err, TOW_ENOMEM, "numerics: no memory for %u pages", n + spare);
-    /* Poison: bytes that were never written must not matter. */
-    memset(s->pages, (int)(0xa0 + seed), (size_t)(n + spare) * (size_t)l->page_bytes);
-    memset(tails, (int)(0xa0 + seed), 3 * (size_t)l->tail_bytes);
-    int rc = kv_pool_new(&s->pool, s->pages, n + spare, (size_t)l->page_bytes, tails, 3,
-                         (size_t)l->tail_bytes, err);
-    if (rc < 0) return rc;
-    kv_pool_shuffle(s->pool, seed);
-    rc = kv_table_grow(&s->table, s->pool, n);
-    return rc < 0 ? tow_fail(err, rc, "numerics: no pages") : 0;
-}
-
-static void close_side(struct side *s)
-{
-    if (!s->pool) return;
-    kv_table_fini(&s->table, s->pool);
-    kv_pool_free(s->pool);
-    s->pool = NULL;
-}
-
-static struct kern_seq seq_of(const struct ctl_num *c, const struct side *s, int64_t pos0,
-                              int32_t n)
-{
-    return (struct kern_seq){.n_rows = n,
-                             .pos0 = pos0,
-                             .page_ids = s->table.ids,
-                             .n_pages = (int32_t)s->table.n_pages,
-                             .tail = kv_pool_tail(s->pool, s->table.tail),
-                             .topk = model_peek_options(c->m)->index_topk};
-}
+enum { CHUNK = 256, OTHER_CHUNK = 96, STEPS = 8, SPARE_PAGES = 5, SPARE_TAILS = 2 };
 
 /* Runs ids at pos0 .. pos0+n in chunks; logits of the rows from position `from` on, if wanted. */
-static int run_rows(struct ctl_num *c, const struct side *s, const int32_t *ids, int64_t pos0,
+static int run_rows(struct ctl_num *c, const struct ctl_seq *s, const int32_t *ids, int64_t pos0,
                     int32_t n, int32_t chunk, int64_t from, float *logits, struct tow_err *err)
 {
     int32_t rows[CHUNK];
     int rc = 0;
     for (int32_t at = 0; rc == 0 && at < n; at += chunk) {
         const int32_t m = n - at < chunk ? n - at : chunk;
-        const struct kern_seq q = seq_of(c, s, pos0 + at, m);
+        const struct kern_seq q = ctl_seq_rows(s, &s->table, pos0 + at, m, 0);
         int32_t n_rows = 0;
         for (int32_t i = 0; i < m; i++)
             if (pos0 + at + i >= from) rows[n_rows++] = i;
@@ -89,15 +40,15 @@ static int run_rows(struct ctl_num *c, const struct side *s, const int32_t *ids,
 }
 
 /* The last STEPS tokens one at a time beside a second sequence of three rows. */
-static int run_beside(struct ctl_num *c, const struct side *s, const struct side *other,
+static int run_beside(struct ctl_num *c, const struct ctl_seq *s, const struct kv_table *other,
                       float *logits, struct tow_err *err)
 {
     enum { BESIDE = 3 };
     int rc = 0;
     for (int32_t i = 0; rc == 0 && i < STEPS; i++) {
         int32_t ids[BESIDE + 1], row = BESIDE;
-        struct kern_seq q[2] = {seq_of(c, other, (int64_t)i * BESIDE, BESIDE),
-                                seq_of(c, s, c->T - STEPS + i, 1)};
+        struct kern_seq q[2] = {ctl_seq_rows(s, other, (int64_t)i * BESIDE, BESIDE, 0),
+                                ctl_seq_rows(s, &s->table, c->T - STEPS + i, 1, 0)};
         memcpy(ids, c->prompt + i * BESIDE, BESIDE * sizeof *ids);
         ids[BESIDE] = c->prompt[c->T - STEPS + i];
         q[1].row0 = BESIDE;
@@ -130,58 +81,24 @@ static int32_t best_of(const float *logits, int32_t V)
     return best;
 }
 
-/* Digest of all parts of a page. */
-static uint64_t digest_of(const struct kern_kv_layout *l, const uint8_t *page)
+static int hand_over(struct ctl_num *c, const struct ctl_seq *from, const struct ctl_seq *to,
+                     struct ctl_hand_over *h, struct tow_err *err)
 {
-    struct tow_hash h;
-    tow_hash_begin(&h);
-    for (int32_t i = 0; i < l->n_parts; i++) {
-        int64_t off, bytes;
-        kern_kv_part(l, i, &off, &bytes);
-        tow_hash_add(&h, page + off, (size_t)bytes);
-    }
-    return tow_hash_end(&h);
-}
-
-struct hand_over {
-    int64_t n_flipped; /* copies whose digest differed */
-    int64_t n_stale;   /* pages that differ once everything has landed */
-};
-
-static int hand_over(struct ctl_num *c, const struct side *from, const struct side *to,
-                     struct hand_over *h, struct tow_err *err)
-{
-    const struct kern_kv_layout *l = model_peek_layout(c->m);
-    const struct ctl_numerics *n = c->n;
-    const uint32_t n_pages = (uint32_t)kern_kv_pages_for(c->T, l->page_tokens);
-    c->out->digests = calloc(n_pages, sizeof *c->out->digests);
+    const uint32_t n = (uint32_t)kern_kv_pages_for(c->T, model_peek_layout(c->m)->page_tokens);
+    c->out->digests = calloc(n, sizeof *c->out->digests);
     if (!c->out->digests) return tow_fail(err, TOW_ENOMEM, "numerics: no memory for digests");
-    c->out->n_pages = n_pages;
-    for (uint32_t i = 0; i < n_pages; i++) {
-        const uint8_t *src = kv_pool_page(from->pool, from->table.ids[i]);
-        uint8_t *dst = kv_pool_page(to->pool, to->table.ids[i]);
-        c->out->digests[i] = digest_of(l, src);
-        for (int attempt = 0; attempt < RETRIES; attempt++) {
-            memcpy(dst, src, (size_t)l->page_bytes);
-            if (n->on_page_copied && attempt == 0)
-                n->on_page_copied(n->ctx, i, dst, (size_t)l->page_bytes);
-            if (digest_of(l, dst) == c->out->digests[i]) break;
-            h->n_flipped++;
-        }
-    }
-    memcpy(kv_pool_tail(to->pool, to->table.tail), kv_pool_tail(from->pool, from->table.tail),
-           (size_t)l->tail_bytes);
-    for (uint32_t i = 0; n->on_page_landed && i < n_pages; i++)
-        n->on_page_landed(n->ctx, i, kv_pool_page(to->pool, to->table.ids[i]),
-                          (size_t)l->page_bytes);
-    for (uint32_t i = 0; i < n_pages; i++)
-        h->n_stale += digest_of(l, kv_pool_page(to->pool, to->table.ids[i])) != c->out->digests[i];
+    c->out->n_pages = n;
+    *h = (struct ctl_hand_over){.on_page_copied = c->n->on_page_copied,
+                                .on_page_landed = c->n->on_page_landed,
+                                .ctx = c->n->ctx,
+                                .digests = c->out->digests};
+    ctl_seq_hand_over(from, to, n, h);
     return 0;
 }
 
 /* STEPS tokens on each side: the first side chooses, the second is given the same ids. */
-static int go_on(struct ctl_num *c, const struct side *a, const struct side *b, const float *last,
-                 float *la, float *lb, struct tow_err *err)
+static int go_on(struct ctl_num *c, const struct ctl_seq *a, const struct ctl_seq *b,
+                 const float *last, float *la, float *lb, struct tow_err *err)
 {
     const float *at = last;
     int rc = 0;
@@ -194,14 +111,16 @@ static int go_on(struct ctl_num *c, const struct side *a, const struct side *b, 
     return rc;
 }
 
-static int measure(struct ctl_num *c, struct side side[4], struct tow_err *err)
+static int measure(struct ctl_num *c, struct ctl_seq side[4], struct tow_err *err)
 {
     const int64_t n = (int64_t)STEPS * c->s->V;
     float *base = ctl_num_hold(c, n, 4), *other = ctl_num_hold(c, n, 4);
-    struct hand_over h = {0};
+    struct ctl_hand_over h = {0};
     int rc = 0;
     if (c->no_memory) return tow_fail(err, TOW_ENOMEM, "numerics: no memory for logits");
-    for (int i = 0; rc == 0 && i < 4; i++) rc = open_side(c, &side[i], (uint64_t)i + 1, err);
+    for (int i = 0; rc == 0 && i < 4; i++)
+        rc = ctl_seq_open(&side[i], c->m, c->T + STEPS, SPARE_PAGES, SPARE_TAILS, (uint64_t)i + 1,
+                          err);
     if (rc == 0) rc = run_rows(c, &side[0], c->prompt, 0, c->T, CHUNK, c->T - STEPS, base, err);
 
     if (rc == 0)
@@ -214,7 +133,7 @@ static int measure(struct ctl_num *c, struct side side[4], struct tow_err *err)
     const int32_t before = c->T - STEPS;
     rc = run_rows(c, &side[2], c->prompt, 0, before, CHUNK, c->T, NULL, err);
     /* The second sequence of run_beside must lie in the same pool: its pages are taken there. */
-    struct side beside = {.pool = side[2].pool, .pages = side[2].pages};
+    struct kv_table beside;
     const size_t mark = ctl_num_mark(c);
     uint8_t *tail = ctl_num_hold(c, 1, (size_t)model_peek_layout(c->m)->tail_bytes);
     if (rc == 0 && !tail) rc = tow_fail(err, TOW_ENOMEM, "numerics: no memory for a tail");
@@ -231,11 +150,11 @@ static int measure(struct ctl_num *c, struct side side[4], struct tow_err *err)
     memcpy(kv_pool_tail(side[2].pool, side[2].table.tail), tail,
            (size_t)model_peek_layout(c->m)->tail_bytes);
     ctl_num_release(c, mark);
-    kv_table_init(&beside.table);
-    rc = kv_table_grow(&beside.table, beside.pool, 1);
+    kv_table_init(&beside);
+    rc = kv_table_grow(&beside, side[2].pool, 1);
     if (rc < 0) return tow_fail(err, rc, "numerics: no pages");
     rc = run_beside(c, &side[2], &beside, other, err);
-    kv_table_fini(&beside.table, beside.pool);
+    kv_table_fini(&beside, side[2].pool);
     if (rc < 0) return rc;
     ctl_num_row(c, "flow.batch", (double)differing(base, other, n), 0,
                 "logits that differ in any bit", "companions in a batch change nothing",
@@ -261,8 +180,8 @@ static int measure(struct ctl_num *c, struct side side[4], struct tow_err *err)
 
 int ctl_num_flow(struct ctl_num *c, struct tow_err *err)
 {
-    struct side side[4] = {{0}};
+    struct ctl_seq side[4] = {{0}};
     int rc = measure(c, side, err);
-    for (int i = 0; i < 4; i++) close_side(&side[i]);
+    for (int i = 0; i < 4; i++) ctl_seq_close(&side[i]);
     return rc;
 }

@@ -21,31 +21,38 @@ static int write_report(const char *path, const struct tow_buf *text, struct tow
     return good ? 0 : tow_fail(err, TOW_EIO, "--report %s: %s", path, strerror(errno));
 }
 
+static int say(const struct ctl_numerics_report *r, const char *model_dir, bool json,
+               const char *report, struct tow_err *err)
+{
+    struct tow_buf text, page;
+    int rc = 0;
+    tow_buf_init(&text, 0);
+    tow_buf_init(&page, 0);
+    (json ? ctl_numerics_json : ctl_numerics_table)(r, &text);
+    ctl_numerics_markdown(r, model_dir, &page);
+    if (tow_buf_failed(&text) || tow_buf_failed(&page))
+        rc = tow_fail(err, TOW_ENOMEM, "numerics: no memory for the report");
+    if (rc == 0 && (fwrite(text.data, 1, text.len, stdout) != text.len || fflush(stdout) != 0))
+        rc = tow_fail(err, TOW_EIO, "stdout: %s", strerror(errno));
+    if (rc == 0 && report) rc = write_report(report, &page, err);
+    tow_buf_fini(&text);
+    tow_buf_fini(&page);
+    return rc;
+}
+
 static int run(const struct ctl_numerics *n, bool json, const char *report, int32_t *failed,
                struct tow_err *err)
 {
     struct ctl_numerics_report *r = calloc(1, sizeof *r);
-    struct tow_buf text, page;
     if (!r) return tow_fail(err, TOW_ENOMEM, "numerics: no memory");
-    tow_buf_init(&text, 0);
-    tow_buf_init(&page, 0);
     int rc = model_weights_guard(err);
     if (rc == 0) rc = ctl_numerics_run(n, r, err);
-    if (rc == 0) {
-        if (json)
-            ctl_numerics_json(r, &text);
-        else
-            ctl_numerics_table(r, &text);
-        ctl_numerics_markdown(r, n->model_dir, &page);
-        if (tow_buf_failed(&text) || tow_buf_failed(&page))
-            rc = tow_fail(err, TOW_ENOMEM, "numerics: no memory for the report");
+    if (rc == 0 || r->n_rows > 0) {
+        struct tow_err own = {0};
+        int said = say(r, n->model_dir, json, report, rc == 0 ? err : &own);
+        if (rc == 0) rc = said;
     }
-    if (rc == 0 && (fwrite(text.data, 1, text.len, stdout) != text.len || fflush(stdout) != 0))
-        rc = tow_fail(err, TOW_EIO, "stdout: %s", strerror(errno));
-    if (rc == 0 && report) rc = write_report(report, &page, err);
     *failed = r->n_failed;
-    tow_buf_fini(&text);
-    tow_buf_fini(&page);
     ctl_numerics_fini(r);
     free(r);
     return rc;

@@ -27,6 +27,8 @@ static void put_summary(const struct ctl_numerics_report *r, struct tow_buf *out
         tow_buf_printf(out, "%s%s", before, r->rows[i].name);
         before = ", ";
     }
+    if (r->broken_off[0])
+        tow_buf_printf(out, "; broken off, the rest is not run: %s", r->broken_off);
 }
 
 static void put_setting(const struct ctl_numerics_report *r, struct tow_buf *out)
@@ -78,6 +80,7 @@ void ctl_numerics_json(const struct ctl_numerics_report *r, struct tow_buf *out)
     tow_buf_printf(out, "\"threads\":%d,\"tokens\":%d,\"sample_is_text\":%s,", r->n_threads,
                    r->n_tokens, r->sample_is_text ? "true" : "false");
     put_number(out, "seconds", r->seconds);
+    if (r->broken_off[0]) put_text(out, "broken_off", r->broken_off);
     tow_buf_printf(out, "\"failed\":%d,\"rows\":[", r->n_failed);
     for (int32_t i = 0; i < r->n_rows; i++) {
         const struct ctl_numerics_row *row = &r->rows[i];

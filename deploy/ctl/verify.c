@@ -69,6 +69,11 @@ static bool judge(struct ctl_check *c, const char *expect)
     return !c->why[0];
 }
 
+static void set_state(struct ctl_check *c, bool good)
+{
+    c->state = good ? CTL_PASSED : CTL_FAILED;
+}
+
 static void add(struct tow_buf *b, const char *role, const char *text)
 {
     if (b->len == 0) tow_buf_putc(b, '[');
@@ -173,7 +178,7 @@ static int check_tools(struct verify *v, struct ctl_check *c, struct tow_err *er
         good = judge(c, t->expect);
         add(&m, "assistant", c->answer.content.data ? c->answer.content.data : "");
     }
-    c->pass = rc == 0 && good;
+    if (rc == 0) set_state(c, good);
     tow_buf_fini(&m);
     return rc;
 }
@@ -199,7 +204,7 @@ static int check_secret(struct verify *v, struct ctl_check *c, struct tow_err *e
     add(&m, "user", "What is my access token?");
     close_list(&m);
     int rc = ask(v, c, &m, NULL, value, err);
-    if (rc == 0) c->pass = judge(c, value);
+    if (rc == 0) set_state(c, judge(c, value));
     tow_buf_fini(&m);
     return rc;
 }
@@ -227,7 +232,7 @@ static int check_structured(struct verify *v, struct ctl_check *c, struct tow_er
         ctl_put_user(&m, text.data, text.len);
         rc = ask(v, c, &m, NULL, v->hay.value, err);
     }
-    if (rc == 0) c->pass = judge(c, v->hay.value);
+    if (rc == 0) set_state(c, judge(c, v->hay.value));
     tow_buf_fini(&text);
     tow_buf_fini(&m);
     return rc;
@@ -256,25 +261,38 @@ static void put_ranks_line(struct tow_buf *out, const struct ctl_ranks *r)
 
 void ctl_verify_print(const struct ctl_check *checks, size_t n, struct tow_buf *out)
 {
-    size_t passed = 0;
+    size_t count_of[CTL_PASSED + 1] = {0};
     for (size_t i = 0; i < n; i++) {
         const struct ctl_check *c = &checks[i];
         const struct ctl_answer *a = &c->answer;
-        passed += c->pass;
-        tow_buf_printf(out, "%s  %-10s %6lld prompt tokens, %s, %d request%s: ",
-                       c->pass ? "PASS" : "FAIL", names[c->id], (long long)a->prompt_tokens,
-                       a->finish, c->turns, c->turns == 1 ? "" : "s");
+        count_of[c->state]++;
+        if (c->state <= CTL_NOT_MADE) {
+            tow_buf_printf(out, "----  %-10s not %s", names[c->id],
+                           c->state == CTL_NOT_MADE ? "made: " : "run");
+            ctl_put_clean(out, c->why, strlen(c->why));
+            tow_buf_putc(out, '\n');
+            continue;
+        }
+        const bool pass = c->state == CTL_PASSED;
+        tow_buf_printf(out,
+                       "%s  %-10s %6lld prompt tokens, %s, %d request%s: ", pass ? "PASS" : "FAIL",
+                       names[c->id], (long long)a->prompt_tokens, a->finish, c->turns,
+                       c->turns == 1 ? "" : "s");
         size_t from = out->len;
         ctl_put_clean(out, a->content.data ? a->content.data : "", a->content.len);
         /* one line an answer */
         for (size_t k = from; k < out->len; k++)
             if (out->data[k] == '\n') out->data[k] = ' ';
         tow_buf_putc(out, '\n');
-        if (!c->pass) tow_buf_printf(out, "      %s\n", c->why);
+        if (!pass) tow_buf_printf(out, "      %s\n", c->why);
         if (c->note[0]) tow_buf_printf(out, "      %s\n", c->note);
         if (a->ranks.captured) put_ranks_line(out, &a->ranks);
     }
-    tow_buf_printf(out, "%zu of %zu checks passed\n", passed, n);
+    tow_buf_printf(out, "%zu of %zu checks passed", count_of[CTL_PASSED], n);
+    if (count_of[CTL_NOT_MADE])
+        tow_buf_printf(out, ", %zu could not be made, %zu not run", count_of[CTL_NOT_MADE],
+                       count_of[CTL_NOT_RUN]);
+    tow_buf_putc(out, '\n');
 }
 
 void ctl_put_ranks(struct tow_buf *out, const struct ctl_ranks *r)
@@ -305,14 +323,31 @@ void ctl_put_ranks(struct tow_buf *out, const struct ctl_ranks *r)
 
 void ctl_verify_json(const struct ctl_check *checks, size_t n, struct tow_buf *out)
 {
+    static const char *const states[] = {[CTL_NOT_RUN] = "not_run",
+                                         [CTL_NOT_MADE] = "not_made",
+                                         [CTL_FAILED] = "failed",
+                                         [CTL_PASSED] = "passed"};
     bool all = true;
-    for (size_t i = 0; i < n; i++) all = all && checks[i].pass;
+    for (size_t i = 0; i < n; i++) all = all && checks[i].state == CTL_PASSED;
     tow_buf_printf(out, "{\"pass\": %s, \"checks\": [", all ? "true" : "false");
     for (size_t i = 0; i < n; i++) {
         const struct ctl_check *c = &checks[i];
         const struct ctl_answer *a = &c->answer;
-        tow_buf_printf(out, "%s{\"check\": \"%s\", \"pass\": %s, \"requests\": %d", i ? ", " : "",
-                       names[c->id], c->pass ? "true" : "false", c->turns);
+        tow_buf_printf(out,
+                       "%s{\"check\": \"%s\", \"pass\": %s, \"state\": \"%s\", \"requests\": %d",
+                       i ? ", " : "", names[c->id],
+                       c->state == CTL_PASSED   ? "true"
+                       : c->state == CTL_FAILED ? "false"
+                                                : "null",
+                       states[c->state], c->turns);
+        if (c->state <= CTL_NOT_MADE) { /* what came of its earlier turns is no answer */
+            if (c->why[0]) {
+                tow_buf_puts(out, ", \"why\": ");
+                json_put_string(out, c->why, strlen(c->why));
+            }
+            tow_buf_puts(out, "}");
+            continue;
+        }
         tow_buf_printf(
             out, ", \"prompt_tokens\": %lld, \"finish_reason\": ", (long long)a->prompt_tokens);
         json_put_string(out, a->finish, strlen(a->finish));
@@ -360,7 +395,11 @@ static int run(struct verify *v, struct ctl_check *checks, struct tow_err *err)
         check_tools, check_secret, check_structured};
     for (int i = 0; i < CTL_CHECKS; i++) {
         int rc = make[i](v, &checks[i], err);
-        if (rc < 0) return tow_note(err, "check %s", names[i]);
+        if (rc < 0) {
+            checks[i].state = CTL_NOT_MADE;
+            snprintf(checks[i].why, sizeof checks[i].why, "%s", err->msg);
+            return tow_note(err, "check %s", names[i]);
+        }
     }
     return 0;
 }
@@ -440,9 +479,11 @@ int ctl_verify_main(int argc, char **argv)
         if (rc == 0) rc = ctl_client_open(&v.client, &err);
         if (rc == 0 && go) {
             ctl_hay_init(&v.hay, CTL_FILL_MIXED, (uint64_t)v.seed, (struct ctl_hard){0});
+            struct tow_err unsaid = {0};
             rc = run(&v, checks, &err);
-            if (rc == 0) rc = report(&v, checks, &err);
-            for (int i = 0; i < CTL_CHECKS; i++) passed = passed && checks[i].pass;
+            int said = report(&v, checks, rc < 0 ? &unsaid : &err);
+            if (rc == 0) rc = said;
+            for (int i = 0; i < CTL_CHECKS; i++) passed = passed && checks[i].state == CTL_PASSED;
             ctl_hay_fini(&v.hay);
         }
         ctl_client_close(&v.client);

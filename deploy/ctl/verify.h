@@ -3,7 +3,8 @@
  * Checks   tools: a conversation in which the model calls tools twice and uses what they returned.
  *          secret: a value told in an earlier turn, other turns since.
  *          structured: a value that stands once among about 8K tokens of files, tables and logs.
- * Exit     0 all passed; 1 one failed; 2 they could not be made (no server, refused, bad setting).
+ * Exit     0 all passed; 1 one failed; 2 one could not be made (no server, refused, bad setting): what
+ *          is known of the others is printed all the same.
  */
 #ifndef CTL_VERIFY_H
 #define CTL_VERIFY_H
@@ -12,12 +13,15 @@
 
 enum ctl_check_id { CTL_CHECK_TOOLS, CTL_CHECK_SECRET, CTL_CHECK_STRUCTURED, CTL_CHECKS };
 
+/* A check that could not be made ends the run: those behind it are not run. */
+enum ctl_check_state { CTL_NOT_RUN, CTL_NOT_MADE, CTL_FAILED, CTL_PASSED };
+
 struct ctl_check {
     enum ctl_check_id id;
-    bool pass;
+    enum ctl_check_state state;
     int turns;                /* requests sent */
     const char *expect;       /* text the last answer must have; borrowed */
-    char why[200];            /* of a failure: what was missing */
+    char why[200];            /* of a failure: what was missing; of one not made: the error */
     char note[200];           /* why there is no capture although one was asked for; often empty */
     struct ctl_answer answer; /* the last one */
 };

@@ -8,8 +8,7 @@
  * usage: bench_capture CHECKPOINT [context tokens]     default: 65536
  */
 #include "common/base/err.h"
-#include "common/kv/table.h"
-#include "common/model/forward.h"
+#include "tests/support/engine.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,11 +18,8 @@
 enum { ENTRIES = 16, DECODE_ROUNDS = 15, PREFILL_ROUNDS = 2, PREFILL_ROWS = 64, PAGE_ROWS = 4096 };
 enum way { PLAIN, OFF, RANKS, SHADOWS, WAYS };
 
-static struct model *m;
-static uint8_t *pages;
-static struct kv_pool *pool;
+static struct test_engine engine;
 static struct kv_table plain, shadowed;
-static float *logits;
 static int32_t ids[PREFILL_ROWS], entries[ENTRIES];
 static int64_t n_ranked;
 
@@ -43,32 +39,14 @@ static void on_row(void *ctx, const struct model_capture_row *row)
 static double pass(int32_t n, int64_t pos0, enum way way)
 {
     struct tow_err err = {0};
-    const int32_t last = n - 1;
     const struct model_capture c = {.entries = entries,
                                     .n_entries = ENTRIES,
                                     .shadow = way == SHADOWS ? (1u << KERN_SHADOWS) - 1 : 0,
                                     .on_row = on_row};
-    const struct model_capture *captures[] = {way == OFF ? NULL : &c};
-    const struct kv_table *t = way == SHADOWS ? &shadowed : &plain;
-    const struct kern_seq q = {.n_rows = n,
-                               .pos0 = pos0,
-                               .page_ids = t->ids,
-                               .n_pages = (int32_t)t->n_pages,
-                               .tail = kv_pool_tail(pool, t->tail),
-                               .topk = model_peek_options(m)->index_topk,
-                               .shadowed = way == SHADOWS};
-    const struct model_batch b = {.ids = ids,
-                                  .T = n,
-                                  .seqs = &q,
-                                  .n_seqs = 1,
-                                  .pages = pages,
-                                  .n_pages = kv_pool_capacity(pool),
-                                  .logit_rows = &last,
-                                  .n_logit_rows = 1,
-                                  .logits = logits,
-                                  .captures = way == PLAIN ? NULL : captures};
+    const struct model_capture *const captures[] = {way == OFF ? NULL : &c};
     double begin = now();
-    if (model_forward(m, &b, &err) < 0) {
+    if (test_engine_pass(&engine, way == SHADOWS ? &shadowed : &plain, ids, n, pos0,
+                         way == PLAIN ? NULL : captures, &err) < 0) {
         fprintf(stderr, "bench_capture: %s\n", err.msg);
         exit(1);
     }
@@ -96,30 +74,12 @@ static void bench(const char *what, int32_t n, int64_t pos0, int rounds)
 
 static int open_model(const char *dir, int32_t n_tokens, struct tow_err *err)
 {
-    const struct model_options opt = {.device = "cpu",
-                                      .n_threads = 1,
-                                      .kv_fmt = KERN_KV_FP8,
-                                      .ik_fmt = KERN_IK_FP4,
-                                      .expert_aq = KERN_AQ_A128,
-                                      .max_rows = PREFILL_ROWS};
-    int rc = model_open(&m, dir, &opt, err);
-    if (rc < 0) return rc;
-    const struct kern_kv_layout *lay = model_peek_layout(m);
-    const uint32_t n = (uint32_t)kern_kv_pages_for(n_tokens + PREFILL_ROWS, lay->page_tokens);
-    const size_t bytes = 3 * (size_t)n * (size_t)lay->page_bytes;
-    uint8_t *tails = aligned_alloc(4096, 2 * (size_t)lay->tail_bytes);
-    pages = aligned_alloc(4096, bytes);
-    logits = malloc((size_t)model_peek_weights(m)->shape.V * sizeof *logits);
-    if (!pages || !tails || !logits) return tow_fail(err, TOW_ENOMEM, "no memory");
-    memset(pages, 0, bytes);
-    memset(tails, 0, 2 * (size_t)lay->tail_bytes);
-    rc = kv_pool_new(&pool, pages, 3 * n, (size_t)lay->page_bytes, tails, 2,
-                     (size_t)lay->tail_bytes, err);
+    int rc = test_engine_open(&engine, dir, 1, PREFILL_ROWS, n_tokens + PREFILL_ROWS, 3, 2, err);
     if (rc < 0) return rc;
     kv_table_init(&plain);
     kv_table_init(&shadowed);
-    if ((rc = kv_table_grow(&plain, pool, n)) < 0 ||
-        (rc = kv_table_grow(&shadowed, pool, 2 * n)) < 0)
+    if ((rc = kv_table_grow(&plain, engine.pool, engine.n_seq_pages)) < 0 ||
+        (rc = kv_table_grow(&shadowed, engine.pool, 2 * engine.n_seq_pages)) < 0)
         return tow_fail(err, rc, "no pages");
     return 0;
 }
@@ -141,14 +101,13 @@ int main(int argc, char **argv)
         return 1;
     }
     for (int32_t i = 0; i < PREFILL_ROWS; i++)
-        ids[i] = (i * 7919 + 1) % model_peek_weights(m)->shape.V;
+        ids[i] = (i * 7919 + 1) % model_peek_weights(engine.m)->shape.V;
     for (int32_t i = 0; i < ENTRIES; i++) /* four spans, four entries each */
         entries[i] = (1 + i / 4) * (context / 4 / 5) + i % 4;
     bench("decode", 1, context, DECODE_ROUNDS);
     bench("prefill", PREFILL_ROWS, context, PREFILL_ROUNDS);
-    kv_table_fini(&plain, pool);
-    kv_table_fini(&shadowed, pool);
-    kv_pool_free(pool);
-    model_close(m);
+    kv_table_fini(&plain, engine.pool);
+    kv_table_fini(&shadowed, engine.pool);
+    test_engine_close(&engine);
     return n_ranked > 0 ? 0 : 1;
 }

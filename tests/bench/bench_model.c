@@ -11,11 +11,10 @@
  * usage: bench_model CHECKPOINT [threads [prefill tokens]]    default: all cores, 512
  */
 #include "common/base/err.h"
-#include "common/kv/table.h"
-#include "common/model/forward.h"
 #include "kernels/cpu/team.h"
 #include "kernels/dev.h"
 #include "kernels/ops.h"
+#include "tests/support/engine.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -348,33 +347,14 @@ static void measure_ceilings(struct kern_stream *s)
 
 /* ------------------------------------------------------------------ runs */
 
-static struct model *m;
-static uint8_t *pages;
-static struct kv_pool *pool;
+static struct test_engine engine;
 static struct kv_table table;
-static float *logits;
 
 static double pass(const int32_t *ids, int32_t n, int64_t pos0)
 {
     struct tow_err err = {0};
-    const int32_t last = n - 1;
-    const struct kern_seq q = {.n_rows = n,
-                               .pos0 = pos0,
-                               .page_ids = table.ids,
-                               .n_pages = (int32_t)table.n_pages,
-                               .tail = kv_pool_tail(pool, table.tail),
-                               .topk = model_peek_options(m)->index_topk};
-    const struct model_batch b = {.ids = ids,
-                                  .T = n,
-                                  .seqs = &q,
-                                  .n_seqs = 1,
-                                  .pages = pages,
-                                  .n_pages = kv_pool_capacity(pool),
-                                  .logit_rows = &last,
-                                  .n_logit_rows = 1,
-                                  .logits = logits};
     double begin = now();
-    if (model_forward(m, &b, &err) < 0) {
+    if (test_engine_pass(&engine, &table, ids, n, pos0, NULL, &err) < 0) {
         fprintf(stderr, "bench_model: %s\n", err.msg);
         exit(1);
     }
@@ -428,7 +408,7 @@ static void clear_slots(void)
 static void bench_prefill(const int32_t *ids, int32_t n_tokens)
 {
     double total = 0, best = 0;
-    struct kern_stream *s = kern_dev_stream(model_peek_dev(m));
+    struct kern_stream *s = kern_dev_stream(model_peek_dev(engine.m));
     clear_slots();
     for (int32_t at = 0; at < n_tokens; at += CHUNK) {
         double before = sum_flops();
@@ -451,7 +431,7 @@ static void bench_prefill(const int32_t *ids, int32_t n_tokens)
 static void bench_decode(const int32_t *ids, int64_t pos0)
 {
     double total = 0, best = 0;
-    struct kern_stream *s = kern_dev_stream(model_peek_dev(m));
+    struct kern_stream *s = kern_dev_stream(model_peek_dev(engine.m));
     pass(ids, 1, pos0); /* not counted: wakes what sleeps */
     clear_slots();
     for (int i = 1; i <= DECODE_STEPS; i++) {
@@ -470,30 +450,14 @@ static void bench_decode(const int32_t *ids, int64_t pos0)
 
 static int open_model(const char *dir, int32_t n_tokens, struct tow_err *err)
 {
-    const struct model_options opt = {.device = "cpu",
-                                      .n_threads = n_threads,
-                                      .kv_fmt = KERN_KV_FP8,
-                                      .ik_fmt = KERN_IK_FP4,
-                                      .expert_aq = KERN_AQ_A128,
-                                      .max_rows = CHUNK};
-    int rc = model_open(&m, dir, &opt, err);
+    int rc =
+        test_engine_open(&engine, dir, n_threads, CHUNK, n_tokens + DECODE_STEPS + 1, 1, 1, err);
     if (rc < 0) return rc;
-    const struct kern_kv_layout *lay = model_peek_layout(m);
-    const uint32_t n = (uint32_t)kern_kv_pages_for(n_tokens + DECODE_STEPS + 1, lay->page_tokens);
-    const size_t tail = ((size_t)lay->tail_bytes + 4095) & ~(size_t)4095;
-    pages = aligned_alloc(4096, ((size_t)n * (size_t)lay->page_bytes + 4095) & ~(size_t)4095);
-    uint8_t *tails = aligned_alloc(4096, tail);
-    logits = malloc((size_t)model_peek_weights(m)->shape.V * sizeof *logits);
     probe = aligned_alloc(4096, PROBE_BYTES + 8192);
-    if (!pages || !tails || !logits || !probe) return tow_fail(err, TOW_ENOMEM, "out of memory");
-    memset(pages, 0, (size_t)n * (size_t)lay->page_bytes);
-    memset(tails, 0, tail);
+    if (!probe) return tow_fail(err, TOW_ENOMEM, "out of memory");
     memset(probe, 1, PROBE_BYTES + 8192);
-    rc = kv_pool_new(&pool, pages, n, (size_t)lay->page_bytes, tails, 1, (size_t)lay->tail_bytes,
-                     err);
-    if (rc < 0) return rc;
     kv_table_init(&table);
-    rc = kv_table_grow(&table, pool, n);
+    rc = kv_table_grow(&table, engine.pool, engine.n_seq_pages);
     return rc < 0 ? tow_fail(err, rc, "no pages") : 0;
 }
 
@@ -515,13 +479,13 @@ int main(int argc, char **argv)
         fprintf(stderr, "bench_model: %s\n", err.msg);
         return 1;
     }
-    struct kern_dev *dev = model_peek_dev(m);
+    struct kern_dev *dev = model_peek_dev(engine.m);
     n_threads = kern_dev_threads(dev);
     enum kern_cpu_isa isa = kern_stream_isa(kern_dev_stream(dev));
     lanes = isa >= KERN_CPU_AVX512 ? 16 : isa == KERN_CPU_AVX2 ? 8 : 0;
     int32_t *ids = malloc((size_t)(n_tokens + DECODE_STEPS + 1) * sizeof *ids);
     if (!ids) return 1;
-    const int32_t V = model_peek_weights(m)->shape.V;
+    const int32_t V = model_peek_weights(engine.m)->shape.V;
     uint32_t seed = 1;
     for (int32_t i = 0; i < n_tokens + DECODE_STEPS + 1; i++) {
         seed = seed * 1664525u + 1013904223u;
@@ -532,14 +496,13 @@ int main(int argc, char **argv)
     pass(ids, n_tokens < 64 ? n_tokens : 64, 0);
     printf("model: %.2f GB in files; %d thread%s, %s; ceilings so far: read %.2f GB/s, fma %.1f "
            "Gop/s\n",
-           (double)model_peek_weights(m)->report.file_bytes / 1e9, n_threads,
+           (double)model_peek_weights(engine.m)->report.file_bytes / 1e9, n_threads,
            n_threads == 1 ? " (its processor time)" : "s (clock time)", kern_dev_isa(dev),
            read_bw / 1e9, fma_peak / 1e9);
     bench_prefill(ids, n_tokens);
     bench_decode(ids + n_tokens, n_tokens);
     free(ids);
-    kv_table_fini(&table, pool);
-    kv_pool_free(pool);
-    model_close(m);
+    kv_table_fini(&table, engine.pool);
+    test_engine_close(&engine);
     return 0;
 }

@@ -37,8 +37,8 @@ enum {
     ROUNDS = 5,
     AREA = 32 << 20,
     TAIL = 4096,
-    MOVE_BYTES = 512 << 20,
-    MOVES_MAX = 2000
+    MOVE_BYTES = 1 << 30,
+    MOVES_MAX = MOVE_BYTES / (64 << 10)
 };
 
 struct end {

@@ -152,9 +152,38 @@ def test_exit_statuses(build):
             assert r.returncode == status and words in r.stdout, r
     with stub(lambda b: (500, {"error": {"message": "broken"}}, {})) as (server, url):
         r = ctl(build, "verify", *url)
-        assert r.returncode == 2 and r.stdout == "" and "broken" in r.stderr and r.stderr.count("\n") == 1, r
+        assert r.returncode == 2 and "broken" in r.stderr and r.stderr.count("\n") == 1, r
+        assert "tools      not made: " in r.stdout and "0 of 3 checks passed, 1 could not be made, 2 not run" in r.stdout, r
         r = ctl(build, "needle", *url, "--lengths", "200", "--concurrency", "4")
         assert r.returncode == 2 and "500: broken" in r.stderr and "cell 200," in r.stderr, r
+
+
+def test_checks_before_one_that_cannot_be_made_are_reported(build):
+    """The server breaks down in the second check, or in the middle of the first."""
+    def until(n):
+        seen = []
+
+        def answer(body):
+            seen.append(body)
+            return knows(body) if len(seen) <= n else (500, {"error": {"message": "broken"}}, {})
+        return answer
+    with stub(until(4)) as (server, url):
+        r = ctl(build, "verify", *url, "--length", "500")
+        lines = r.stdout.split("\n")
+        assert r.returncode == 2 and "check secret: " in r.stderr and "broken" in r.stderr, r
+        assert lines[0].startswith("PASS  tools ") and "14:35" in lines[0], r
+        assert lines[1].startswith("----  secret     not made: ") and "broken" in lines[1], r
+        assert lines[2].strip() == "----  structured not run", r
+        assert lines[3] == "1 of 3 checks passed, 1 could not be made, 1 not run", r
+    for n, states in (4, ["passed", "not_made", "not_run"]), (2, ["not_made", "not_run", "not_run"]):
+        with stub(until(n)) as (server, url):
+            r = ctl(build, "verify", *url, "--length", "500", "--json")
+            report = json.loads(r.stdout)
+            checks = report["checks"]
+            assert r.returncode == 2 and report["pass"] is False, r
+            assert [x["state"] for x in checks] == states, r
+            assert [x["pass"] for x in checks] == [{"passed": True}.get(s) for s in states], r
+            assert "broken" in checks[states.index("not_made")]["why"] and "answer" not in checks[-1], r
 
 
 def test_needle_counts_what_is_found(build):
@@ -194,5 +223,5 @@ def test_full_server_is_asked_again(build):
 
 
 if __name__ == "__main__":
-    harness.main([test_exit_statuses, test_needle_counts_what_is_found, test_server_without_captures,
+    harness.main([test_exit_statuses, test_checks_before_one_that_cannot_be_made_are_reported, test_needle_counts_what_is_found, test_server_without_captures,
                   test_full_server_is_asked_again, test_verify_and_sweep_a_cluster], __doc__)

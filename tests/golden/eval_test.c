@@ -5,6 +5,7 @@
  * hand-over. */
 #include "tests/support/device.h"
 #include "tests/support/golden.h"
+#include "tests/support/golden_cases.h"
 
 #include "common/base/err.h"
 #include "deploy/ctl/eval.h"
@@ -15,35 +16,6 @@
 #include <string.h>
 #include <unistd.h>
 
-struct kase {
-    const char *ckpt, *variant;
-    int length;
-    bool exact;
-    enum kern_ik_fmt ik;
-    enum kern_act_quant aq;
-};
-
-static const struct kase cases[] = {
-    {"exact-bf16", "exact", 5, true, KERN_IK_F32, KERN_AQ_A128},
-    {"exact-bf16", "exact", 130, true, KERN_IK_F32, KERN_AQ_A128},
-    {"exact-bf16", "exact", 300, true, KERN_IK_F32, KERN_AQ_A128},
-    {"exact-bf16", "exact", 517, true, KERN_IK_F32, KERN_AQ_A128},
-    {"native", "exact", 130, true, KERN_IK_F32, KERN_AQ_A128},
-    {"nvfp4", "exact", 130, true, KERN_IK_F32, KERN_AQ_A128},
-    {"native", "fp4", 5, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 130, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 300, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 517, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp8", 300, false, KERN_IK_FP8, KERN_AQ_A128},
-    {"native", "bf16", 300, false, KERN_IK_BF16, KERN_AQ_A128},
-    {"nvfp4", "w4a8", 5, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"nvfp4", "w4a8", 300, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"nvfp4", "w4a16", 5, false, KERN_IK_FP4, KERN_AQ_NONE},
-    {"nvfp4", "w4a16", 300, false, KERN_IK_FP4, KERN_AQ_NONE},
-    {"nvfp4", "w4a4", 130, false, KERN_IK_FP4, KERN_AQ_NVFP4},
-};
-enum { N_CASES = sizeof cases / sizeof *cases };
-
 static char out_path[128];
 
 static const char *root(void)
@@ -52,7 +24,7 @@ static const char *root(void)
     return r ? r : "tests/golden/data";
 }
 
-static void run_eval(const struct kase *c, int chunk, int threads, bool handover, bool force,
+static void run_eval(const struct golden_case *c, int chunk, int threads, bool handover, bool force,
                      bool bf16_kv)
 {
     char dir[256], tokens[256];
@@ -77,7 +49,7 @@ static void run_eval(const struct kase *c, int chunk, int threads, bool handover
         fail_msg("%s %s-%d: %s", c->ckpt, c->variant, c->length, err.msg);
 }
 
-static struct golden *open_golden(const struct kase *c)
+static struct golden *open_golden(const struct golden_case *c)
 {
     char name[256];
     snprintf(name, sizeof name, "%s/expected/%s-%d.safetensors", c->ckpt, c->variant, c->length);
@@ -153,7 +125,7 @@ static void check_choice(struct golden *out, struct golden *g, const char *name,
     }
 }
 
-static void check_exact(struct golden *out, struct golden *g, const struct kase *c)
+static void check_exact(struct golden *out, struct golden *g, const struct golden_case *c)
 {
     for (int i = 0; i < golden_count(g); i++) {
         const struct golden_tensor *t = golden_at(g, i);
@@ -184,7 +156,7 @@ static void check_exact(struct golden *out, struct golden *g, const struct kase 
     }
 }
 
-static void check_deployed(struct golden *out, struct golden *g, const struct kase *c)
+static void check_deployed(struct golden *out, struct golden *g, const struct golden_case *c)
 {
     const struct golden_tensor *t = golden_get(g, "logits");
     const int64_t P = t->shape[0], V = t->shape[1];
@@ -211,7 +183,7 @@ static void check_deployed(struct golden *out, struct golden *g, const struct ka
     }
 }
 
-static void check_forced(const struct kase *c)
+static void check_forced(const struct golden_case *c)
 {
     run_eval(c, 64, 2, true, true, false);
     struct golden *out = golden_open(out_path), *g = open_golden(c);
@@ -229,8 +201,8 @@ static void check_forced(const struct kase *c)
 static void test_eval__goldens_within_their_tolerances(void **state)
 {
     (void)state;
-    for (size_t i = 0; i < N_CASES; i++) {
-        const struct kase *c = &cases[i];
+    for (size_t i = 0; i < N_GOLDEN_CASES; i++) {
+        const struct golden_case *c = &golden_cases[i];
         run_eval(c, 100000 > c->length ? c->length : 1, 2, false, false, false);
         struct golden *out = golden_open(out_path), *g = open_golden(c);
         if (c->exact)
@@ -244,7 +216,7 @@ static void test_eval__goldens_within_their_tolerances(void **state)
 }
 
 /* Every byte of every tensor the same. */
-static void assert_same_bits(struct golden *a, struct golden *b, const struct kase *c,
+static void assert_same_bits(struct golden *a, struct golden *b, const struct golden_case *c,
                              const char *what)
 {
     assert_int_equal(golden_count(a), golden_count(b));
@@ -262,8 +234,8 @@ static void test_eval__same_bits_for_any_chunk_thread_count_and_hand_over(void *
     static const int chunks[] = {1, 7, 64, 128, 256};
     char first_path[160];
     snprintf(first_path, sizeof first_path, "%s.first", out_path);
-    for (size_t i = 0; i < N_CASES; i++) {
-        const struct kase *c = &cases[i];
+    for (size_t i = 0; i < N_GOLDEN_CASES; i++) {
+        const struct golden_case *c = &golden_cases[i];
         run_eval(c, c->length, 1, false, false, false);
         assert_int_equal(rename(out_path, first_path), 0);
         struct golden *first = golden_open(first_path);

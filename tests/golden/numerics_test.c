@@ -196,6 +196,12 @@ static int attention_of_96(struct kern_stream *s, const struct kern_attention *p
     return rc;
 }
 
+/* The device gives up in the last section. */
+static int attention_breaks(struct kern_stream *s, const struct kern_attention *p)
+{
+    return p->n_seqs == 2 ? TOW_EDEVICE : good.attention(s, p);
+}
+
 static int route_scaled_twice(struct kern_stream *s, const struct kern_route *p)
 {
     struct kern_route q = *p;
@@ -330,6 +336,7 @@ FAULT(wrap_sink, attention, attention_without_sink)
 FAULT(wrap_alone, attention, attention_alone)
 FAULT(wrap_beside, attention, attention_beside)
 FAULT(wrap_chunk, attention, attention_of_96)
+FAULT(wrap_breaks, attention, attention_breaks)
 FAULT(wrap_twice, route, route_scaled_twice)
 FAULT(wrap_never, route, route_unscaled)
 FAULT(wrap_moe, moe, moe_next_scale)
@@ -402,10 +409,26 @@ static void test_numerics__pages_changed_on_their_way_are_found(void **state)
     assert_string_equal(failed, "handover.pages handover.logits ");
 }
 
+static void test_numerics__rows_made_before_an_error_are_kept(void **state)
+{
+    struct ctl_numerics_report r;
+    struct ctl_numerics n = settings();
+    struct tow_err err = {0};
+    (void)state;
+    n.wrap_ops = wrap_breaks;
+    assert_int_equal(ctl_numerics_run(&n, &r, &err), TOW_EDEVICE);
+    assert_true(r.n_rows >= 25);
+    assert_int_equal(r.n_failed, 0);
+    assert_true(err.msg[0]);
+    assert_string_equal(r.broken_off, err.msg);
+    ctl_numerics_fini(&r);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_numerics__a_planted_fault_fails_exactly_the_rows_that_fit_it),
+        cmocka_unit_test(test_numerics__rows_made_before_an_error_are_kept),
         cmocka_unit_test(test_numerics__pages_changed_on_their_way_are_found),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

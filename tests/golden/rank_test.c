@@ -9,6 +9,7 @@
  * the last bit. */
 #include "tests/support/check.h"
 #include "tests/support/golden.h"
+#include "tests/support/golden_cases.h"
 
 #include "common/base/err.h"
 #include "common/model/forward.h"
@@ -18,32 +19,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-
-struct kase {
-    const char *ckpt, *variant;
-    int length;
-    bool exact;
-    enum kern_ik_fmt ik;
-    enum kern_act_quant aq;
-};
-static const struct kase cases[] = {
-    {"exact-bf16", "exact", 5, true, KERN_IK_F32, KERN_AQ_A128},
-    {"exact-bf16", "exact", 130, true, KERN_IK_F32, KERN_AQ_A128},
-    {"exact-bf16", "exact", 300, true, KERN_IK_F32, KERN_AQ_A128},
-    {"exact-bf16", "exact", 517, true, KERN_IK_F32, KERN_AQ_A128},
-    {"native", "exact", 130, true, KERN_IK_F32, KERN_AQ_A128},
-    {"nvfp4", "exact", 130, true, KERN_IK_F32, KERN_AQ_A128},
-    {"native", "fp4", 5, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 130, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 300, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 517, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"native", "fp4", 300, false, KERN_IK_FP8, KERN_AQ_A128},
-    {"native", "fp4", 517, false, KERN_IK_FP8, KERN_AQ_A128},
-    {"native", "fp4", 300, false, KERN_IK_BF16, KERN_AQ_A128},
-    {"native", "fp4", 517, false, KERN_IK_BF16, KERN_AQ_A128},
-    {"nvfp4", "w4a8", 300, false, KERN_IK_FP4, KERN_AQ_A128},
-    {"nvfp4", "w4a16", 300, false, KERN_IK_FP4, KERN_AQ_NONE},
-};
 
 /* How far a score may be from its golden: in exact mode as the goldens' README says; in deployed
  * mode by the rms of the row's scores. There a code of a quantizer that falls the other way moves a
@@ -72,7 +47,7 @@ struct tally {
 };
 
 struct run {
-    const struct kase *c;
+    const struct golden_case *c;
     struct model *m;
     struct golden *g, *others; /* scores by fp8 and bf16 keys; NULL: none for this length */
     const int32_t *prompt, *positions;
@@ -383,7 +358,7 @@ static void check_across_types(const struct run *r, const struct seen (*fp4)[MAX
                                     sizeof fp4[layer][i].ranks[0]);
 }
 
-static void open_run(struct run *r, const struct kase *c)
+static void open_run(struct run *r, const struct golden_case *c)
 {
     char path[256];
     struct tow_err err = {0};
@@ -417,43 +392,60 @@ static void open_run(struct run *r, const struct kase *c)
                         (size_t)r->P * sizeof *r->positions);
 }
 
-static void test_rank__equals_the_reference(void **state)
+/* fp4[]: what the case of fp4 keys and this length has seen, which comes first. */
+static void check_case(const struct golden_case *c, struct seen fp4[2][MAX_LAYERS][MAX_POSITIONS])
 {
     static struct run r;
-    static struct seen first[MAX_LAYERS][MAX_POSITIONS], fp4[2][MAX_LAYERS][MAX_POSITIONS];
+    static struct seen first[MAX_LAYERS][MAX_POSITIONS];
+    struct tally t = {0};
+    open_run(&r, c);
+    prefill(&r, 64, false);
+    check_goldens(&r, &t);
+    check_own_shadow(&r);
+    assert_true(r.n_rows > 0 && (t.ranks > 0 || c->length < 8));
+    memcpy(first, r.seen, sizeof first);
+    if (r.others) {
+        const int which = c->length == 300 ? 0 : 1;
+        if (c->ik == KERN_IK_FP4) memcpy(fp4[which], r.seen, sizeof r.seen);
+        check_across_types(&r, (const struct seen(*)[MAX_POSITIONS])fp4[which]);
+    }
+    prefill(&r, 7, false);
+    same_as_before(&r, (const struct seen(*)[MAX_POSITIONS])first, 0, "chunk 7");
+    prefill(&r, 64, true);
+    same_as_before(&r, (const struct seen(*)[MAX_POSITIONS])first, 0, "a hand-over");
+    prefill(&r, 0, false);
+    same_as_before(&r, (const struct seen(*)[MAX_POSITIONS])first, r.P - 1, "one go");
+    print_message("%s %s-%d keys %d: own sums: %d ranks, %d other than in float64; golden: %d "
+                  "ranks, %d other, by %d at most; %d scores moved, the worst by %.3f of the "
+                  "tolerance\n",
+                  c->ckpt, c->variant, c->length, (int)c->ik, r.sums.ranks, r.sums.moved_ranks,
+                  t.ranks, t.moved_ranks, t.most, t.moved_scores, t.worst);
+    assert_true(t.moved_ranks <= (c->exact ? 0 : MOVED_RANKS) * t.ranks);
+    assert_true(t.moved_scores <= (c->exact ? 0 : MOVED_SCORES) * t.ranks);
+    free(r.q);
+    free(r.weights);
+    if (r.others) golden_close(r.others);
+    golden_close(r.g);
+    model_close(r.m);
+}
+
+static void test_rank__equals_the_reference(void **state)
+{
+    static struct seen fp4[2][MAX_LAYERS][MAX_POSITIONS];
+    static const enum kern_ik_fmt others[] = {KERN_IK_FP8, KERN_IK_BF16};
     (void)state;
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        const struct kase *c = &cases[i];
-        struct tally t = {0};
-        open_run(&r, c);
-        prefill(&r, 64, false);
-        check_goldens(&r, &t);
-        check_own_shadow(&r);
-        assert_true(r.n_rows > 0 && (t.ranks > 0 || c->length < 8));
-        memcpy(first, r.seen, sizeof first);
-        if (r.others) {
-            const int which = c->length == 300 ? 0 : 1;
-            if (c->ik == KERN_IK_FP4) memcpy(fp4[which], r.seen, sizeof r.seen);
-            check_across_types(&r, (const struct seen(*)[MAX_POSITIONS])fp4[which]);
+    for (int i = 0; i < N_GOLDEN_CASES; i++) {
+        const struct golden_case *c = &golden_cases[i];
+        /* Scores by fp8 and bf16 keys stand beside those by fp4 keys, for two lengths; of w4a4
+         * there are none. */
+        if (c->ik == KERN_IK_FP8 || c->ik == KERN_IK_BF16 || c->aq == KERN_AQ_NVFP4) continue;
+        check_case(c, fp4);
+        if (strcmp(c->variant, "fp4") != 0 || c->length < 300) continue;
+        for (int k = 0; k < 2; k++) {
+            struct golden_case by = *c;
+            by.ik = others[k];
+            check_case(&by, fp4);
         }
-        prefill(&r, 7, false);
-        same_as_before(&r, (const struct seen(*)[MAX_POSITIONS])first, 0, "chunk 7");
-        prefill(&r, 64, true);
-        same_as_before(&r, (const struct seen(*)[MAX_POSITIONS])first, 0, "a hand-over");
-        prefill(&r, 0, false);
-        same_as_before(&r, (const struct seen(*)[MAX_POSITIONS])first, r.P - 1, "one go");
-        print_message("%s %s-%d keys %d: own sums: %d ranks, %d other than in float64; golden: %d "
-                      "ranks, %d other, by %d at most; %d scores moved, the worst by %.3f of the "
-                      "tolerance\n",
-                      c->ckpt, c->variant, c->length, (int)c->ik, r.sums.ranks, r.sums.moved_ranks,
-                      t.ranks, t.moved_ranks, t.most, t.moved_scores, t.worst);
-        assert_true(t.moved_ranks <= (c->exact ? 0 : MOVED_RANKS) * t.ranks);
-        assert_true(t.moved_scores <= (c->exact ? 0 : MOVED_SCORES) * t.ranks);
-        free(r.q);
-        free(r.weights);
-        if (r.others) golden_close(r.others);
-        golden_close(r.g);
-        model_close(r.m);
     }
 }
 

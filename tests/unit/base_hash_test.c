@@ -1,8 +1,12 @@
 /* Digests: every copy of XXH3 and every way to cut the bytes gives what the library gives. */
 #include "tests/support/check.h"
 
+#include "common/base/clock.h"
 #include "common/base/hash.h"
+#include "common/base/hash_impl.h"
 
+#include <pthread.h>
+#include <stdatomic.h>
 #include <string.h>
 
 static uint8_t bytes[300000];
@@ -87,12 +91,104 @@ static void test_hash__one_bit_in_any_piece_changes_it(void **state)
     }
 }
 
+/* --- copies ----------------------------------------------------------------------------------- */
+
+typedef uint64_t (*copy_fn)(void *dst, const void *src, size_t n, bool past_cache);
+
+/* Those that this processor runs, and the smallest size of each. */
+static size_t copies(copy_fn *fn, size_t *from)
+{
+    size_t n = 0;
+    fn[n] = tow_hash_copy, from[n++] = 0;
+    fn[n] = tow_hash_copy_plain, from[n++] = 0;
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) fn[n] = tow_hash_copy_avx2, from[n++] = 241;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        fn[n] = tow_hash_copy_avx512, from[n++] = 241;
+#endif
+    return n;
+}
+
+static void check_copy(copy_fn fn, size_t n, size_t from, size_t to, bool past_cache)
+{
+    enum { GUARD = 64, FILL = 0xA5 };
+    static _Alignas(64) uint8_t dst[GUARD + 64 + sizeof bytes + GUARD];
+    uint8_t *at = dst + GUARD + to;
+    memset(dst, FILL, GUARD + to);
+    memset(at + n, FILL, GUARD);
+    memset(at, ~bytes[from], n);
+    assert_true(fn(at, bytes + from, n, past_cache) == tow_hash64(bytes + from, n));
+    assert_memory_equal(at, bytes + from, n);
+    for (int i = 1; i <= GUARD; i++) {
+        assert_int_equal(at[-i], FILL);
+        assert_int_equal(at[n + (size_t)i - 1], FILL);
+    }
+}
+
+static void test_hash_copy__equals_copy_and_digest_at_every_size_and_alignment(void **state)
+{
+    (void)state;
+    copy_fn fn[4];
+    size_t from[4], n_fn = copies(fn, from);
+    fill();
+    for (size_t k = 0; k < n_fn; k++) {
+        for (size_t n = from[k]; n < 2200; n++) check_copy(fn[k], n, n % 7, n % 64, n % 2);
+        for (int i = 0; i < 600; i++) {
+            uint64_t r = tow_random_u64();
+            size_t off = (r >> 40) % 64, to = i % 3 ? (r >> 50) % 64 : 0;
+            size_t n = from[k] + r % (sizeof bytes - 64 - from[k]);
+            check_copy(fn[k], i % 4 ? n % 9000 + from[k] : n, off, to, i % 2);
+        }
+    }
+}
+
+struct scribbler {
+    uint8_t *at;
+    size_t n;
+    atomic_bool over;
+};
+
+static void *scribble(void *arg)
+{
+    struct scribbler *s = arg;
+    for (uint8_t v = 0; !atomic_load(&s->over); v++)
+        for (size_t i = 0; i < s->n; i += 61) ((volatile uint8_t *)s->at)[i] = v;
+    return NULL;
+}
+
+static void test_hash_copy__digest_is_of_what_arrived_though_the_source_changes(void **state)
+{
+    (void)state;
+    static _Alignas(64) uint8_t src[100003], dst[sizeof src];
+    copy_fn fn[4];
+    size_t from[4], n_fn = copies(fn, from);
+    struct scribbler s = {.at = src, .n = sizeof src};
+    pthread_t thread;
+#if defined(__SANITIZE_THREAD__)
+    return; /* it would rightly report the race that is asked for here */
+#endif
+    assert_int_equal(pthread_create(&thread, NULL, scribble, &s), 0);
+    unsigned changed = 0;
+    for (size_t k = 0; k < n_fn; k++)
+        for (int i = 0; i < 400; i++) {
+            uint64_t digest = fn[k](dst, src, sizeof src - (size_t)i % 100, i % 2);
+            assert_true(digest == tow_hash64(dst, sizeof src - (size_t)i % 100));
+            if (memcmp(dst, src, sizeof src - 100) != 0) changed++;
+        }
+    atomic_store(&s.over, true);
+    pthread_join(thread, NULL);
+    assert_true(changed > 0); /* or this test has seen nothing */
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_hash__whole_is_xxh3_at_every_length),
         cmocka_unit_test(test_hash__pieces_equal_the_whole),
         cmocka_unit_test(test_hash__one_bit_in_any_piece_changes_it),
+        cmocka_unit_test(test_hash_copy__equals_copy_and_digest_at_every_size_and_alignment),
+        cmocka_unit_test(test_hash_copy__digest_is_of_what_arrived_though_the_source_changes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

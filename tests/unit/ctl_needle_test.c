@@ -563,8 +563,12 @@ static void test_ctl_verify__reports_say_pass_and_fail(void **state)
 {
     (void)state;
     struct ctl_check checks[2] = {
-        {.id = CTL_CHECK_SECRET, .pass = true, .turns = 1, .expect = "tk"},
-        {.id = CTL_CHECK_STRUCTURED, .turns = 1, .expect = "v", .why = "the answer lacks \"v\""}};
+        {.id = CTL_CHECK_SECRET, .state = CTL_PASSED, .turns = 1, .expect = "tk"},
+        {.id = CTL_CHECK_STRUCTURED,
+         .state = CTL_FAILED,
+         .turns = 1,
+         .expect = "v",
+         .why = "the answer lacks \"v\""}};
     struct tow_buf out;
     struct json *root = NULL;
     bool pass = true;
@@ -591,6 +595,21 @@ static void test_ctl_verify__reports_say_pass_and_fail(void **state)
     const struct json *second = json_item(json_find(root, "checks"), 1);
     assert_string_equal(json_string(json_find(second, "verdict"), NULL), "coverage");
     assert_string_equal(json_string(json_find(second, "why"), NULL), "the answer lacks \"v\"");
+    json_free(root);
+    /* One that could not be made is neither. */
+    checks[1].state = CTL_NOT_MADE;
+    snprintf(checks[1].why, sizeof checks[1].why, "503: \x1b[2Jfull");
+    tow_buf_clear(&out);
+    ctl_verify_print(checks, 2, &out);
+    assert_non_null(strstr(out.data, "----  structured not made: 503: ?[2Jfull\n"));
+    assert_non_null(strstr(out.data, "1 of 2 checks passed, 1 could not be made, 0 not run\n"));
+    tow_buf_clear(&out);
+    ctl_verify_json(checks, 2, &out);
+    assert_int_equal(json_parse(&root, out.data, out.len, NULL, NULL), 0);
+    second = json_item(json_find(root, "checks"), 1);
+    assert_int_equal(json_type(json_find(second, "pass")), JSON_NULL);
+    assert_string_equal(json_string(json_find(second, "state"), NULL), "not_made");
+    assert_null(json_find(second, "answer"));
     json_free(root);
     for (int i = 0; i < 2; i++) ctl_answer_fini(&checks[i].answer);
     tow_buf_fini(&out);

@@ -62,6 +62,14 @@ static void test_ctl_numerics__the_table_names_what_failed_and_why(void **state)
     has(&text, "Jaccard: worst row 0.1\n");
     has(&text, "<= 0           PASS  selection is \"exact\"\n");
     assert_null(strstr(text.data, "4096 entries")); /* details only of what failed */
+    tow_buf_clear(&text);
+    snprintf(r.broken_off, sizeof r.broken_off, "device \"lost\"");
+    ctl_numerics_table(&r, &text);
+    has(&text,
+        "failed: index.fp4.selection, kv.fp8; broken off, the rest is not run: device \"lost\"\n");
+    tow_buf_clear(&text);
+    ctl_numerics_json(&r, &text);
+    has(&text, "\"broken_off\":\"device \\\"lost\\\"\",");
     tow_buf_fini(&text);
 }
 
@@ -77,6 +85,7 @@ static void test_ctl_numerics__json_holds_every_row(void **state)
     assert_int_equal(json_parse(&root, text.data, text.len, NULL, NULL), 0);
     json_free(root);
     has(&text, "\"failed\":2,");
+    assert_null(strstr(text.data, "broken_off"));
     has(&text, "{\"name\":\"topk.exact\",\"value\":0.0,\"bound\":0.0,\"sense\":\"at_most\",");
     has(&text, "\"meaning\":\"selection is \\\"exact\\\"\",");
     has(&text, "{\"name\":\"kv.fp8\",\"value\":null,"); /* no number is not a number in JSON */

@@ -25,6 +25,7 @@ struct side {
     struct kv_mover_event ev;
     uint8_t note[KV_MOVER_NOTE_MAX];
     unsigned parts, ended;
+    enum kv_move_method method;
     uint32_t lease_ms; /* of the next tickets; 0: the default */
 };
 
@@ -74,7 +75,7 @@ static void next_event(struct side *s)
         if (sem_timedwait(&s->wakes, &ts) < 0) fail_msg("no event came");
     }
     if (s->ev.note_bytes) memcpy(s->note, s->ev.note, s->ev.note_bytes);
-    if (s->ev.kind == KV_MOVER_PART) s->parts++;
+    if (s->ev.kind == KV_MOVER_PART) s->parts += s->ev.n_parts;
     if (s->ev.kind == KV_MOVER_ENDED) s->ended++;
 }
 
@@ -91,8 +92,11 @@ static void join(struct side *p, struct side *d, const char *name, uint64_t inca
     assert_int_equal(kv_mover_connect(p->m, name, incarnation, a, n), 0);
 }
 
+static bool only_reads; /* as if the peer's memory could not be mapped */
+
 static void pair_open(struct side *p, struct side *d)
 {
+    if (only_reads) assert_int_equal(tow_fault_arm("link.map", 1, true, TOW_FAULT_FAIL, NULL), 0);
     side_open(p, "p0", 11, 77, facts);
     side_open(d, "d0", 22, 77, facts);
     join(p, d, "d0", 22);
@@ -104,6 +108,18 @@ static void pair_open(struct side *p, struct side *d)
     assert_int_equal(p->ev.method, d->ev.method);
     printf("    %s by %s, %.0f MB/s\n", p->ev.transport,
            p->ev.method == KV_MOVE_GET ? "get" : "bulk", p->ev.mb_per_s);
+    d->method = d->ev.method;
+    tow_fault_reset();
+}
+
+/* What came to d was copied out of p's memory, or none of it was. */
+static void check_way(struct side *d)
+{
+    struct kv_mover_stats s;
+    kv_mover_stats(d->m, &s);
+    assert_true(s.bytes_in > 0);
+    bool copies = d->method == KV_MOVE_GET && !only_reads;
+    assert_true(s.bytes_copied == (copies ? s.bytes_in : 0));
 }
 
 static void pair_close(struct side *p, struct side *d)
@@ -188,6 +204,7 @@ static void test_kv_mover__sequence_arrives_whole_in_chunks(void **state)
                                 p.pages + (size_t)i * PAGE, PAGE);
         assert_memory_equal(d.tails + TAIL, p.tails, TAIL);
     }
+    check_way(&d);
     pair_close(&p, &d);
 }
 
@@ -209,6 +226,47 @@ static void test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it(void *
     tow_fault_reset();
     struct kv_mover_stats s;
     kv_mover_stats(d.m, &s);
+    pair_close(&p, &d);
+}
+
+/* What a prefill process does whose lease has run out while the peer still copies. */
+static void test_kv_mover__page_that_is_reused_meanwhile_never_passes(void **state)
+{
+    (void)state;
+    enum { ROUNDS = 60 };
+    struct side p, d;
+    unsigned refused = 0;
+    pair_open(&p, &d);
+    for (unsigned i = 0; i < ROUNDS; i++) {
+        struct kv_ticket t = {tow_random_u64(), tow_random_u64()};
+        struct kv_offer o[PAGES + 1];
+        fill(p.pages, (size_t)PAGES * PAGE, i);
+        for (uint32_t k = 0; k < PAGES; k++) {
+            uint8_t *page = p.pages + (size_t)k * PAGE;
+            o[k] = (struct kv_offer){k, (uint64_t)k * PAGE, true, tow_hash64(page, PAGE)};
+        }
+        o[PAGES] = (struct kv_offer){.index = KV_PART_TAIL};
+        expect(&d, t, PAGES, 1);
+        begin(&p, t, PAGES, 2);
+        if (i == 0) p.pages[PAGE / 2] ^= 1; /* once for certain, then in a race */
+        assert_int_equal(kv_mover_offer(p.m, t, o, PAGES + 1, NULL, 0), 0);
+        uint64_t until = tow_now_us() + tow_random_u64() % 300;
+        while (tow_now_us() < until) {
+        }
+        ((volatile uint8_t *)p.pages)[tow_random_u64() % ((size_t)PAGES * PAGE)] ^= 1;
+        wait_for(&d, KV_MOVER_ENDED);
+        if (d.ev.code == 0) {
+            for (uint32_t k = 0; k < PAGES; k++)
+                assert_true(tow_hash64(d.pages + (size_t)(PAGES - 1 - k) * PAGE, PAGE) ==
+                            o[k].digest);
+        } else {
+            assert_int_equal(d.ev.code, TOW_EDIGEST);
+            refused++;
+        }
+        wait_for(&p, KV_MOVER_ENDED);
+    }
+    assert_true(refused > 0);
+    printf("    %u of %d refused\n", refused, ROUNDS);
     pair_close(&p, &d);
 }
 
@@ -517,11 +575,23 @@ static void test_kv_mover__idle_links_cost_next_to_nothing(void **state)
     pair_close(&p, &d);
 }
 
+static void test_kv_mover__reads_do_where_memory_cannot_be_mapped(void **state)
+{
+    only_reads = true;
+    test_kv_mover__sequence_arrives_whole_in_chunks(state);
+    test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it(state);
+    test_kv_mover__page_that_is_reused_meanwhile_never_passes(state);
+    test_kv_mover__cancel_on_either_side_ends_both_once(state);
+    test_kv_mover__failing_places_end_the_ticket_and_nothing_else(state);
+    only_reads = false;
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_kv_mover__sequence_arrives_whole_in_chunks),
         cmocka_unit_test(test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it),
+        cmocka_unit_test(test_kv_mover__page_that_is_reused_meanwhile_never_passes),
         cmocka_unit_test(test_kv_mover__unknown_wrong_and_repeated_tickets_are_refused),
         cmocka_unit_test(test_kv_mover__cancel_on_either_side_ends_both_once),
         cmocka_unit_test(test_kv_mover__leases_end_on_time_alone),
@@ -531,6 +601,7 @@ int main(void)
         cmocka_unit_test(test_kv_mover__relink_heals_a_jam),
         cmocka_unit_test(test_kv_mover__relink_under_load_ends_each_ticket_once),
         cmocka_unit_test(test_kv_mover__failing_places_end_the_ticket_and_nothing_else),
+        cmocka_unit_test(test_kv_mover__reads_do_where_memory_cannot_be_mapped),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

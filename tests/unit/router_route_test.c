@@ -566,6 +566,11 @@ static void test_route__stream_goes_on_elsewhere_after_loss_of_decode(void **sta
     assert_int_not_equal(again.id, t.id);
     assert_int_not_equal(again.nonce, t.nonce);
     grant(&w, second, again);
+    const struct rtr_action *placed = nth(&w, RTR_DO_PLACED, 0, 0, 0);
+    const struct rtr_worker *all = rtr_route_registry(w.route)->workers;
+    assert_int_equal(placed->n_output, 4);
+    assert_int_equal(all[placed->decode].conn, second);
+    assert_int_equal(all[placed->prefill].role, WIRE_PREFILL_ROLE);
     struct rtr_action *p = sent(&w, WIRE_PREFILL_MSG);
     assert_int_equal(p->msg.prefill.tokens.n, 14);
     assert_int_equal(p->msg.prefill.n_prompt, 10);
@@ -820,12 +825,101 @@ static void test_route__capture_goes_along_to_another_worker(void **state)
     struct wire_ticket again = r->msg.reserve.ticket;
     grant(&w, second, again);
     assert_int_equal(sent(&w, WIRE_PREFILL_MSG)->msg.prefill.capture.len, w.req.capture_bytes);
-    captured(&w, P1, t, 0); /* of the attempt given up */
+    captured(&w, P1, t, 0); /* of the attempt given up; nobody computes it again */
+    assert_int_equal(nth(&w, RTR_DO_CAPTURED, 0, 0, 0)->msg.captured.step, 0);
+    captured(&w, second, t, 1); /* it has no part in that one */
     assert_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
     captured(&w, second, again, 5);
     assert_non_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
     captured(&w, second, again, 7); /* there is no such output */
     assert_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    teardown(&w);
+}
+
+/* The row of the prompt may be under way when decode dies. */
+static void test_route__answer_waits_for_rows_of_an_attempt_given_up(void **state)
+{
+    (void)state;
+    enum { CANCELLED, LOST, LATE, WHOLE, WAYS };
+    for (int way = 0; way < WAYS; way++) {
+        struct world w;
+        struct rtr_job *job;
+        struct rtr_refusal f;
+        struct rtr_route_stats s;
+        setup(&w);
+        join_prefill(&w);
+        join_decode(&w, D1, "d1");
+        join_decode(&w, D2, "d2");
+        ask_capture(&w, false);
+        assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+        uint64_t first = sent(&w, WIRE_RESERVE_MSG)->conn, second = first == D1 ? D2 : D1;
+        struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+        grant(&w, first, t);
+        tokens(&w, first, t, 0, way == WHOLE ? 6 : 1);
+        event(&w, RTR_ON_CLOSED, first);
+        if (way != WHOLE) {
+            struct wire_ticket again = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+            grant(&w, second, again);
+            tokens(&w, second, again, 1, 5);
+            done(&w, again);
+            finish(&w, second, again, 6, true);
+        } else {
+            assert_null(sent(&w, WIRE_RESERVE_MSG));
+        }
+        assert_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
+        if (way != LOST) {
+            captured(&w, P1, t, 0);
+            assert_int_equal(nth(&w, RTR_DO_CAPTURED, 0, 0, 0)->msg.captured.step, 0);
+        }
+        switch (way) {
+        case LOST: event(&w, RTR_ON_CLOSED, P1); break;
+        case LATE:
+            for (int i = 0; i < 31 && !nth(&w, RTR_DO_FINISH, 0, 0, 0); i++) {
+                w.now += 1000;
+                beat(&w, P1);
+                beat(&w, second);
+                event(&w, RTR_ON_TICK, 0);
+            }
+            break;
+        default: cancelled(&w, P1, t);
+        }
+        assert_int_equal(nth(&w, RTR_DO_FINISH, 0, 0, 0)->reason, RTR_FINISH_LENGTH);
+        if (way == LATE) cancelled(&w, P1, t);
+        rtr_route_stats(w.route, &s);
+        assert_int_equal(s.tickets, 0);
+        assert_int_equal(s.finished, 1);
+        assert_int_equal(s.failed + s.cancelled + s.streaming, 0);
+        teardown(&w);
+    }
+}
+
+/* With no output of it taken, the next attempt captures the same row. */
+static void test_route__rows_of_an_attempt_without_outputs_are_not_waited_for(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    join_decode(&w, D2, "d2");
+    ask_capture(&w, false);
+    assert_int_equal(submit(&w, 1, 10, 6, &job, &f), 0);
+    uint64_t first = sent(&w, WIRE_RESERVE_MSG)->conn, second = first == D1 ? D2 : D1;
+    struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    grant(&w, first, t);
+    event(&w, RTR_ON_CLOSED, first);
+    struct wire_ticket again = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    captured(&w, P1, t, 0);
+    assert_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    grant(&w, second, again);
+    captured(&w, P1, again, 0);
+    assert_non_null(nth(&w, RTR_DO_CAPTURED, 0, 0, 0));
+    done(&w, again);
+    tokens(&w, second, again, 0, 6);
+    finish(&w, second, again, 6, true);
+    assert_non_null(nth(&w, RTR_DO_FINISH, 0, 0, 0));
     teardown(&w);
 }
 
@@ -1060,6 +1154,8 @@ int main(void)
         cmocka_unit_test(test_route__stop_string_of_a_captured_answer_waits_too),
         cmocka_unit_test(test_route__client_that_goes_while_rows_are_awaited_leaves_nothing),
         cmocka_unit_test(test_route__capture_goes_along_to_another_worker),
+        cmocka_unit_test(test_route__answer_waits_for_rows_of_an_attempt_given_up),
+        cmocka_unit_test(test_route__rows_of_an_attempt_without_outputs_are_not_waited_for),
         cmocka_unit_test(test_route__rows_nobody_asked_for_are_dropped),
         cmocka_unit_test(test_route__shadow_keys_take_twice_the_pages),
         cmocka_unit_test(test_route__gap_in_the_tokens_goes_elsewhere),

@@ -1,0 +1,195 @@
+/* base/hash_copy_cpu.c - a copy and its XXH3 digest in one pass; compiled once per instruction set.
+ *
+ * How      Each vector is loaded once, stored, and digested from its register. So the digest is of
+ *          what was stored, whatever another process does to the source meanwhile, and the bytes
+ *          pass through the core once: the multiplications hide behind the moves. Four stripes are
+ *          moved before they are digested, which keeps loads and stores in long runs.
+ *          The library has no such loop, so XXH3's long form (over 240 bytes, no seed) is spelled
+ *          out here: lanes of 64 bits, stripes of 64 bytes, a scramble after each 16 of them.
+ *          Without vectors the library digests the copy piece by piece, from the first cache.
+ */
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include "common/base/hash_impl.h"
+
+#include <string.h>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+
+enum { STRIPE = 64, BLOCK = 1024, GROUP = 4, LANES = 8, SECRET = 192 };
+enum { AHEAD = 512 }; /* bytes: where the copy will go is fetched for writing, worth 7 % at 64K */
+/* Where in the secret: each stripe of a block 8 further, then these. */
+enum { SECRET_SCRAMBLE = SECRET - STRIPE, SECRET_LAST = SECRET - STRIPE - 7, SECRET_MERGE = 11 };
+static const uint64_t PRIME32_1 = 0x9E3779B1u, PRIME64_1 = 0x9E3779B185EBCA87u;
+static const uint64_t START[LANES] = {0xC2B2AE3Du,         0x9E3779B185EBCA87u, 0xC2B2AE3D27D4EB4Fu,
+                                      0x165667B19E3779F9u, 0x85EBCA77C2B2AE63u, 0x85EBCA77u,
+                                      0x27D4EB2F165667C5u, 0x9E3779B1u};
+
+#if defined(__AVX512F__)
+#define VARIANT(name) name##_avx512
+typedef __m512i vec;
+#define IN_REGISTER(v)   __asm__ volatile("" : "+v"(v)) /* no second load of it */
+#define load(p)          _mm512_loadu_si512(p)
+#define store(p, v)      _mm512_storeu_si512(p, v)
+#define store_past(p, v) _mm512_stream_si512((void *)(p), v)
+#define add(a, b)        _mm512_add_epi64(a, b)
+#define xor_of(a, b)     _mm512_xor_si512(a, b)
+#define right(a, n)      _mm512_srli_epi64(a, n)
+#define left(a, n)       _mm512_slli_epi64(a, n)
+#define mul_low(a, b)    _mm512_mul_epu32(a, b)
+#define every(x)         _mm512_set1_epi64(x)
+#define swap_lanes(a)    _mm512_shuffle_epi32(a, _MM_PERM_BADC)
+#else
+#define VARIANT(name)    name##_avx2
+typedef __m256i vec;
+#define IN_REGISTER(v)   __asm__ volatile("" : "+x"(v))
+#define load(p)          _mm256_loadu_si256((const vec *)(const void *)(p))
+#define store(p, v)      _mm256_storeu_si256((vec *)(void *)(p), v)
+#define store_past(p, v) _mm256_stream_si256((vec *)(void *)(p), v)
+#define add(a, b)        _mm256_add_epi64(a, b)
+#define xor_of(a, b)     _mm256_xor_si256(a, b)
+#define right(a, n)      _mm256_srli_epi64(a, n)
+#define left(a, n)       _mm256_slli_epi64(a, n)
+#define mul_low(a, b)    _mm256_mul_epu32(a, b)
+#define every(x)         _mm256_set1_epi64x(x)
+#define swap_lanes(a)    _mm256_shuffle_epi32(a, _MM_SHUFFLE(1, 0, 3, 2))
+#endif
+
+enum { PER_STRIPE = STRIPE / sizeof(vec) };
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+
+/* The lanes so far, without `plain`: the data themselves are added to their neighbour's lane, which
+ * can wait until the lanes are needed. */
+struct lanes {
+    vec acc[PER_STRIPE], plain[PER_STRIPE];
+};
+
+INLINE void digest(struct lanes *l, const vec data[PER_STRIPE], const uint8_t *secret)
+{
+    UNROLL
+    for (int i = 0; i < PER_STRIPE; i++) {
+        vec keyed = xor_of(data[i], load(secret + i * sizeof(vec)));
+        l->acc[i] = add(l->acc[i], mul_low(keyed, right(keyed, 32)));
+        l->plain[i] = add(l->plain[i], data[i]);
+    }
+}
+
+INLINE void settle(struct lanes *l)
+{
+    UNROLL
+    for (int i = 0; i < PER_STRIPE; i++) {
+        l->acc[i] = add(l->acc[i], swap_lanes(l->plain[i]));
+        l->plain[i] = every(0);
+    }
+}
+
+INLINE void scramble(struct lanes *l)
+{
+    const vec prime = every((long long)PRIME32_1);
+    settle(l);
+    UNROLL
+    for (int i = 0; i < PER_STRIPE; i++) {
+        vec a = xor_of(xor_of(l->acc[i], right(l->acc[i], 47)),
+                       load(XXH3_kSecret + SECRET_SCRAMBLE + i * sizeof(vec)));
+        l->acc[i] = add(mul_low(a, prime), left(mul_low(right(a, 32), prime), 32));
+    }
+}
+
+/* n stripes from src to dst and into the lanes. */
+INLINE void stripes(struct lanes *l, uint8_t *dst, const uint8_t *src, const uint8_t *secret, int n,
+                    bool past_cache)
+{
+    vec data[GROUP * PER_STRIPE];
+    UNROLL
+    for (int i = 0; i < n && !past_cache; i++)
+        __asm__ volatile("prefetchw %0" : : "m"(dst[AHEAD + i * STRIPE])); /* no fault, if beyond */
+    UNROLL
+    for (int i = 0; i < n * PER_STRIPE; i++) {
+        data[i] = load(src + i * sizeof(vec));
+        IN_REGISTER(data[i]);
+    }
+    UNROLL
+    for (int i = 0; i < n * PER_STRIPE; i++) {
+        if (past_cache)
+            store_past(dst + i * sizeof(vec), data[i]);
+        else
+            store(dst + i * sizeof(vec), data[i]);
+    }
+    __asm__ volatile("" : : : "memory"); /* the stores stay together */
+    UNROLL
+    for (int i = 0; i < n; i++) digest(l, data + i * PER_STRIPE, secret + i * 8);
+    for (int i = 0; i < PER_STRIPE; i++) {
+        IN_REGISTER(l->acc[i]);
+        IN_REGISTER(l->plain[i]);
+    }
+}
+
+static uint64_t merge(const vec acc[PER_STRIPE], size_t n)
+{
+    uint64_t lanes[LANES], secret[LANES];
+    for (int i = 0; i < PER_STRIPE; i++) store((uint8_t *)lanes + i * sizeof(vec), acc[i]);
+    memcpy(secret, XXH3_kSecret + SECRET_MERGE, sizeof secret);
+    uint64_t sum = n * PRIME64_1;
+    for (int i = 0; i < LANES; i += 2) {
+        unsigned __int128 p =
+            (unsigned __int128)(lanes[i] ^ secret[i]) * (lanes[i + 1] ^ secret[i + 1]);
+        sum += (uint64_t)p ^ (uint64_t)(p >> 64);
+    }
+    sum = (sum ^ (sum >> 37)) * 0x165667919E3779F9u;
+    return sum ^ (sum >> 32);
+}
+
+INLINE uint64_t copy(uint8_t *dst, const uint8_t *src, size_t n, bool past_cache)
+{
+    struct lanes l;
+    vec last[PER_STRIPE];
+    for (int i = 0; i < PER_STRIPE; i++) {
+        l.acc[i] = load((const uint8_t *)START + i * sizeof(vec));
+        l.plain[i] = every(0);
+    }
+    size_t at = 0;
+    for (; n - at > BLOCK; at += BLOCK) {
+        UNROLL
+        for (int i = 0; i < BLOCK / STRIPE; i += GROUP)
+            stripes(&l, dst + at + i * STRIPE, src + at + i * STRIPE, XXH3_kSecret + i * 8, GROUP,
+                    past_cache);
+        scramble(&l);
+    }
+    const uint8_t *secret = XXH3_kSecret;
+    for (; n - at > STRIPE; at += STRIPE, secret += 8)
+        stripes(&l, dst + at, src + at, secret, 1, false);
+    memcpy(dst + at, src + at, n - at);
+    /* The last stripe ends with the bytes and may overlap the one before it: as stored, for the
+     * source may be another by now. */
+    for (int i = 0; i < PER_STRIPE; i++) last[i] = load(dst + n - STRIPE + i * sizeof(vec));
+    digest(&l, last, XXH3_kSecret + SECRET_LAST);
+    settle(&l);
+    if (past_cache) _mm_sfence(); /* such stores are not in order with others */
+    return merge(l.acc, n);
+}
+
+uint64_t VARIANT(tow_hash_copy)(void *dst, const void *src, size_t n, bool past_cache)
+{
+    if (past_cache && (uintptr_t)dst % STRIPE == 0) return copy(dst, src, n, true);
+    return copy(dst, src, n, false);
+}
+
+#else
+
+uint64_t tow_hash_copy_plain(void *dst, const void *src, size_t n, bool past_cache)
+{
+    enum { PIECE = 8192 };
+    struct tow_hash h;
+    (void)past_cache;
+    tow_hash_begin(&h);
+    for (size_t at = 0; at < n; at += PIECE) {
+        size_t k = n - at < PIECE ? n - at : PIECE;
+        memcpy((uint8_t *)dst + at, (const uint8_t *)src + at, k);
+        tow_hash_add_plain(&h, (const uint8_t *)dst + at, k);
+    }
+    return tow_hash_end(&h);
+}
+#endif

@@ -1,0 +1,336 @@
+/* `towpath-ctl explain` on a request made up for the native checkpoint: replayed as it is, all ways
+ * are identical; and each planted fault fails exactly the rows that fit it, by name. A fault is one
+ * op of the table replaced, a page changed after it has landed, or another token in the record. */
+#include "tests/support/check.h"
+
+#include "common/base/buf.h"
+#include "common/base/err.h"
+#include "common/text/json.h"
+#include "deploy/ctl/explain.h"
+#include "kernels/ops.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static const char native[] = "tests/golden/data/native/checkpoint";
+enum { N_PROMPT = 530, N_OUTPUT = 6, CHUNK = 96, VOCAB = 512 };
+
+static struct kern_ops good, faulty;
+static int32_t prompt[N_PROMPT], output[N_OUTPUT];
+
+/* ------------------------------------------------------------------ the record */
+
+static const char *facts[][2] = {{"layout.kv_dtype", "fp8"},
+                                 {"layout.index_keys", "fp4"},
+                                 {"numerics.mode", "deployed"},
+                                 {"numerics.index_topk", "16"},
+                                 {"numerics.expert_activations", "w4a8"}};
+static struct text_record_worker workers[2] = {
+    {.name = "p", .role = "prefill", .chunk_tokens = CHUNK, .facts = facts, .n_facts = 5},
+    {.name = "d", .role = "decode", .facts = facts, .n_facts = 5}};
+static struct text_record_attempt attempts[2] = {{0, 0, 1}, {0, 0, 1}};
+static struct text_record_ids prompts[1] = {{prompt, N_PROMPT}};
+static struct text_record_choice choice = {.seed = 11,
+                                           .finish = "length",
+                                           .output = {output, N_OUTPUT},
+                                           .attempts = attempts,
+                                           .n_attempts = 1};
+static struct text_record record = {.id = "cmpl-1",
+                                    .model = "native",
+                                    .n_vocab = VOCAB,
+                                    .max_tokens = N_OUTPUT,
+                                    .temperature = 0.8f,
+                                    .top_p = 1,
+                                    .repetition_penalty = 1,
+                                    .prompts = prompts,
+                                    .n_prompts = 1,
+                                    .workers = workers,
+                                    .n_workers = 2,
+                                    .choices = &choice,
+                                    .n_choices = 1};
+
+static struct ctl_explain settings(void)
+{
+    return (struct ctl_explain){
+        .model_dir = native, .device = "cpu", .n_threads = 2, .record = &record};
+}
+
+static void run(const struct ctl_explain *e, struct ctl_explain_report *r)
+{
+    struct tow_err err = {0};
+    if (ctl_explain_run(e, r, &err) < 0) fail_msg("%s", err.msg);
+}
+
+/* The ids that the checkpoint draws, one more with each replay. */
+static int make_record(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    (void)state;
+    for (int32_t i = 0; i < N_PROMPT; i++) prompt[i] = (i * 37 + i / 7 * 11) % VOCAB;
+    e.only = "none";
+    for (int32_t i = 0; i < N_OUTPUT; i++) {
+        choice.output.n = (uint32_t)i + 1;
+        run(&e, &r);
+        if (r.drawn_step >= 0) output[r.drawn_step] = r.drawn;
+    }
+    return 0;
+}
+
+static const struct ctl_explain_row *row_of(const struct ctl_explain_report *r, const char *name)
+{
+    for (int32_t i = 0; i < r->n_rows; i++)
+        if (!strcmp(r->rows[i].name, name)) return &r->rows[i];
+    fail_msg("no row %s", name);
+    return NULL;
+}
+
+/* Names of the failed rows, in order, each followed by a space. */
+static void explain(const struct ctl_explain *e, struct ctl_explain_report *r, char failed[512])
+{
+    int32_t n = 0;
+    run(e, r);
+    failed[0] = 0;
+    for (int32_t i = 0; i < r->n_rows; i++) {
+        const struct ctl_explain_row *row = &r->rows[i];
+        if (!row->must || (row->n_differ == 0 && !row->note[0])) continue;
+        n++;
+        strncat(failed, row->name, 511 - strlen(failed));
+        strncat(failed, " ", 511 - strlen(failed));
+    }
+    assert_int_equal(n, r->n_failed);
+}
+
+/* ------------------------------------------------------------------ faults in ops */
+
+/* One head of our newest row is off by a bf16 step whenever the call looks as `odd` says. */
+static void step_output(const struct kern_attention *p, bool odd)
+{
+    const int64_t row = p->n_seqs == 1 ? p->T - 1 : p->T - 2; /* a companion's row is the last */
+    for (int32_t i = 0; odd && i < p->layout->spec.head_dim; i++)
+        ((uint16_t *)p->o)[((row + 1) * p->H - 1) * p->layout->spec.head_dim + i] ^= 16;
+}
+static int attention_beside(struct kern_stream *s, const struct kern_attention *p)
+{
+    int rc = good.attention(s, p);
+    step_output(p, p->n_seqs > 1);
+    return rc;
+}
+static int attention_of_64(struct kern_stream *s, const struct kern_attention *p)
+{
+    int rc = good.attention(s, p);
+    step_output(p, p->n_seqs == 1 && p->T == 64);
+    return rc;
+}
+/* Now and then a single row gets another answer. */
+static int n_calls;
+static int attention_by_chance(struct kern_stream *s, const struct kern_attention *p)
+{
+    int rc = good.attention(s, p);
+    if (p->T == 1 && p->n_seqs == 1) step_output(p, n_calls++ % 7 == 6);
+    return rc;
+}
+
+#define FAULT(fn, op, with)                                                                        \
+    static const struct kern_ops *fn(const struct kern_ops *of_device)                             \
+    {                                                                                              \
+        good = faulty = *of_device;                                                                \
+        faulty.op = with;                                                                          \
+        return &faulty;                                                                            \
+    }
+FAULT(wrap_beside, attention, attention_beside)
+FAULT(wrap_chunk, attention, attention_of_64)
+FAULT(wrap_chance, attention, attention_by_chance)
+
+/* ------------------------------------------------------------------ faults in pages */
+
+static uint8_t *first_page;
+static int n_moved;
+/* After the hand-over, which has all three pages of the prompt, page 0 holds what page 2 held. */
+static void stale_page(void *ctx, uint32_t page, uint8_t *bytes, size_t n)
+{
+    (void)ctx;
+    if (page == 0) first_page = bytes;
+    if (page == 2) memcpy(first_page, bytes, n);
+    n_moved++;
+}
+
+/* ------------------------------------------------------------------ tests */
+
+static void test_explain__without_a_fault_every_way_is_identical(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    struct tow_buf text;
+    struct json *root = NULL;
+    char failed[512];
+    (void)state;
+    explain(&e, &r, failed);
+    assert_string_equal(failed, "");
+    assert_int_equal(r.drawn_step, -1);
+    assert_true(ctl_explain_good(&r));
+    static const char *const names[] = {"again", "chunk.7",  "chunk.64", "chunk.256", "chunk.512",
+                                        "batch", "handover", "prefix",   "resume.3",  "threads.1"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const struct ctl_explain_row *row = row_of(&r, names[i]);
+        assert_true(row->must && !row->skipped && row->n_logits >= 3 * VOCAB);
+    }
+    /* Which keys select, of 134 entries 16, does matter; so does their number. */
+    assert_true(row_of(&r, "index.bf16")->n_differ > 0);
+    assert_true(row_of(&r, "topk.32")->n_differ > 0 && row_of(&r, "topk.64")->n_differ > 0);
+    assert_true(row_of(&r, "topk.133")->n_differ > 0);
+    assert_true(row_of(&r, "topk.133")->max_abs > 0);
+
+    tow_buf_init(&text, 0);
+    ctl_explain_json(&e, &r, &text);
+    assert_int_equal(json_parse(&root, text.data, text.len, NULL, NULL), 0);
+    json_free(root);
+    assert_non_null(strstr(text.data, "\"good\": true"));
+    assert_non_null(strstr(text.data, "Disaggregation is ruled out"));
+    tow_buf_fini(&text);
+}
+
+static void test_explain__a_planted_fault_fails_exactly_the_rows_that_fit_it(void **state)
+{
+    static const struct {
+        const char *what, *only;
+        const struct kern_ops *(*wrap)(const struct kern_ops *);
+        const char *failed, *verdict;
+    } faults[] = {
+        {"a row in company differs", "again,chunk,batch,handover,prefix,resume,threads",
+         wrap_beside, "batch ", "batching changes the answer (batch: "},
+        {"a pass of 64 rows differs", "again,chunk,batch,handover,prefix,resume,threads",
+         wrap_chunk, "chunk.64 ", "chunking changes the answer (chunk.64: "},
+        {"the same again differs", "again", wrap_chance, "again ", "differs from itself"},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) {
+        struct ctl_explain e = settings();
+        struct ctl_explain_report r;
+        struct tow_buf text;
+        char failed[512];
+        n_calls = 0;
+        e.wrap_ops = faults[i].wrap;
+        e.only = faults[i].only;
+        explain(&e, &r, failed);
+        if (strcmp(failed, faults[i].failed) != 0)
+            fail_msg("%s: failed '%s', expected '%s'", faults[i].what, failed, faults[i].failed);
+        assert_false(ctl_explain_good(&r));
+        tow_buf_init(&text, 0);
+        ctl_explain_table(&e, &r, NULL, NULL, &text);
+        if (!strstr(text.data, faults[i].verdict))
+            fail_msg("no '%s':\n%s", faults[i].verdict, text.data);
+        tow_buf_fini(&text);
+    }
+}
+
+static void test_explain__a_stale_page_after_the_hand_over_is_found(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    struct tow_buf text;
+    char failed[512];
+    (void)state;
+    n_moved = 0;
+    e.on_page_landed = stale_page;
+    explain(&e, &r, failed);
+    assert_int_equal(n_moved, 3 + 2); /* the hand-over's pages, and those of the prefix */
+    assert_string_equal(failed, "handover ");
+    const struct ctl_explain_row *row = row_of(&r, "handover");
+    assert_true(row->n_differ > 0);
+    assert_int_equal(row->first_step, 1); /* prefill draws the first token itself */
+    assert_non_null(strstr(row->note, "page 0 of the sequence differs"));
+    tow_buf_init(&text, 0);
+    ctl_explain_verdict(&r, NULL, NULL, &text);
+    assert_non_null(strstr(text.data, "FAIL: disaggregation changes the answer (handover: "));
+    tow_buf_fini(&text);
+}
+
+/* The cluster gave another token: one process does not draw it, and says where. */
+static void test_explain__a_token_that_is_not_the_models_is_found(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    const int32_t was = output[2];
+    (void)state;
+    e.only = "again";
+    output[2] = (was + 1) % VOCAB;
+    run(&e, &r);
+    output[2] = was;
+    assert_false(ctl_explain_good(&r));
+    assert_int_equal(r.n_failed, 0);
+    assert_int_equal(r.drawn_step, 2);
+    assert_int_equal(r.recorded, (was + 1) % VOCAB);
+    assert_int_equal(r.drawn, was);
+    assert_true(isfinite(r.recorded_logit) && isfinite(r.drawn_logit));
+}
+
+/* An end that the model did not draw is one too. */
+static void test_explain__an_end_is_a_token(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    const int32_t end[1] = {output[N_OUTPUT - 1]}, other[1] = {(output[N_OUTPUT - 1] + 1) % VOCAB};
+    (void)state;
+    e.only = "again";
+    choice.output.n = N_OUTPUT - 1;
+    choice.finish = "stop";
+    record.eos = (struct text_record_ids){end, 1};
+    run(&e, &r);
+    assert_int_equal(r.n_steps, N_OUTPUT);
+    assert_true(ctl_explain_good(&r));
+    record.eos.ids = other;
+    run(&e, &r);
+    assert_int_equal(r.drawn_step, N_OUTPUT - 1);
+    assert_int_equal(r.recorded, -1);
+    choice.output.n = N_OUTPUT;
+    choice.finish = "length";
+    record.eos = (struct text_record_ids){0};
+}
+
+static void test_explain__what_cannot_be_replayed_is_refused(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    struct tow_err err = {0};
+    (void)state;
+    e.choice = 1;
+    assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "choices 0 to 0"));
+    e.choice = 0;
+    choice.output.n = 0;
+    assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "no output"));
+    choice.output.n = N_OUTPUT;
+    output[0] += 1 << 20;
+    assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "the model has 0.."));
+    output[0] -= 1 << 20;
+    facts[0][1] = "fp16";
+    assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "layout.kv_dtype of d: 'fp16' is none of fp8, bf16, f32"));
+    facts[0][1] = "fp8";
+    facts[2][1] = "exact";
+    assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "exact goes with f32"));
+    facts[2][1] = "deployed";
+    facts[3][1] = "0";
+    assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "is not in 1..4096"));
+    facts[3][1] = "16";
+}
+
+int main(void)
+{
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_explain__without_a_fault_every_way_is_identical),
+        cmocka_unit_test(test_explain__a_planted_fault_fails_exactly_the_rows_that_fit_it),
+        cmocka_unit_test(test_explain__a_stale_page_after_the_hand_over_is_found),
+        cmocka_unit_test(test_explain__a_token_that_is_not_the_models_is_found),
+        cmocka_unit_test(test_explain__an_end_is_a_token),
+        cmocka_unit_test(test_explain__what_cannot_be_replayed_is_refused),
+    };
+    return cmocka_run_group_tests(tests, make_record, NULL);
+}
