@@ -1,20 +1,22 @@
 /* kernels/attn/attention_cuda.cu - attention of each row over its window and its compressed entries.
  *
- * A CTA takes a row and up to 64 heads. Keys come in tiles in their fixed order (window ascending,
- * then entries ascending): rows are gathered from the batch, the ring or the pages and widened to bf16
- * in shared memory, exactly; as keys are values, one tile serves both products. On the matrix unit:
- *   scores    heads x keys, the width in two halves that different warps sum and one adds
- *   weights   exp(s - m) against the maximum m so far, rounded to bf16; their sum unrounded
- *   output    heads x width in registers, each warp its own columns, rescaled when m rises
- * The maximum is a running one: scores of 64 heads do not fit beside keys and output, and a second pass
- * over the keys would cost half as much again. So a weight is rounded against another power of two
- * than the twin's, which moves it by at most as much as the twin's own rounding does.
+ * A CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed order (window
+ * ascending, then entries ascending): rows are gathered from the batch, the ring or the pages and
+ * widened to bf16 in shared memory, exactly; as keys are values, one tile serves both products. Weights
+ * are rounded against the final maximum, as the twin's are, so there are two passes:
+ *   first   scores on the matrix unit, the width in two halves that different warps sum; they go to
+ *           scratch, which stays in L2, and the maxima to registers
+ *   second  from the last tile, which is still there, to the first: weights exp(s - max), rounded to
+ *           bf16, times the tile; the output in registers, each warp its own columns
+ * Scores of more than KEPT keys are computed again. The next tile's codes are on their way meanwhile.
+ * Rejected: a running maximum, one pass. It reads keys once, but rounds weights against other maxima
+ * than the twin, and a third of the outputs then differ in the last bit.
  *
  * The order of a row's sums depends on its own keys and the width alone: how many heads share a CTA
  * (all of 64 in prefill; 16 where rows are few, so that more CTAs work) changes no bit.
- * Activations in f32 and keys that are no bf16 numbers take the plain kernel: two passes, the twin's
- * orders but for the scores.
- * Bound: reading rows (584 bytes) and the matrix unit about equally.
+ * Activations in f32 and keys that are no bf16 numbers take the plain kernel: the twin's orders but for
+ * the scores.
+ * Bound: the matrix unit, and widening codes about half of that.
  */
 #include "kernels/attn/widen.cuh"
 #include "kernels/cuda/cuda.cuh"
@@ -25,6 +27,7 @@ enum {
     THREADS = 256,
     WARPS = THREADS / 32,
     MAX_WIDTH = 512, /* of the tiled kernel: 64 columns of output a warp */
+    KEPT = 1024,     /* keys whose scores stay between the passes: 256 KiB a CTA of 64 heads */
     PLAIN_KEYS = 64, /* of a block of the plain kernel */
     PLAIN_EACH = 32, /* columns of a thread there: widths to 8192 */
 };
@@ -185,7 +188,7 @@ static __device__ __forceinline__ struct source source_of(const struct job &j,
 }
 
 /* Keys key0 .. key0 + n_keys - 1 of a tile to shared memory, by one warp, EACH pieces of a lane on
- * their way at a time. All of them are stored alike. */
+ * their way at a time. */
 template <int EACH>
 static __device__ __forceinline__ void load_bf16(const struct source *src, int key0, int n_keys,
                                                  const struct pitch &y, uint4 *tile)
@@ -207,63 +210,87 @@ static __device__ __forceinline__ void load_bf16(const struct source *src, int k
         }
     }
 }
-template <int EACH>
-static __device__ __forceinline__ void load_fp8(const struct source *src, int key0, int n_keys,
-                                                int d, int rd, const struct pitch &y, uint4 *tile)
-{
-    const int codes = (d - rd) / 16, per = codes + rd / 8; /* pieces read of a key */
-    const int total = n_keys * per, lane = threadIdx.x % 32;
-    for (int u0 = lane; u0 < total; u0 += 32 * EACH) {
-        uint4 raw[EACH];
-        uint8_t scale[EACH];
+/* The same of keys in e4m3, in two steps: what a lane has read, and then its values. */
+template <int EACH> struct codes {
+    uint4 raw[EACH];
+    uint8_t scale[EACH];
+
+    __device__ __forceinline__ void load(const struct source *src, int key0, int n_keys, int d,
+                                         int rd, int first)
+    {
+        const int n_codes = (d - rd) / 16, per = n_codes + rd / 8; /* pieces read of a key */
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int u = u0 + 32 * i, c = u % per;
+            const int u = first + 32 * i, c = u % per;
             raw[i] = make_uint4(0, 0, 0, 0);
             scale[i] = 0;
-            if (u >= total) continue;
+            if (u >= n_keys * per) continue;
             const struct source s = src[key0 + u / per];
             if (!s.row) continue;
             raw[i] = __ldg((const uint4 *)s.row + c);
-            if (c < codes) scale[i] = s.scales[c / 4];
+            if (c < n_codes) scale[i] = s.scales[c / 4];
         }
+    }
+    __device__ __forceinline__ void store(int key0, int n_keys, int d, int rd, int first,
+                                          const struct pitch &y, uint4 *tile) const
+    {
+        const int n_codes = (d - rd) / 16, per = n_codes + rd / 8;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            const int u = u0 + 32 * i, key = key0 + u / per, c = u % per;
-            if (u >= total) continue;
-            if (c < codes) {
+            const int u = first + 32 * i, key = key0 + u / per, c = u % per;
+            if (u >= n_keys * per) continue;
+            if (c < n_codes) {
                 uint4 lo, hi;
                 const uint32_t s = dev_ue8m0_bf16x2(scale[i]);
                 dev_e4m3x16_bf16(raw[i], &lo, &hi);
                 tile[y.at(key, 2 * c)] = dev_mul_bf16x8(lo, s);
                 tile[y.at(key, 2 * c + 1)] = dev_mul_bf16x8(hi, s);
             } else {
-                tile[y.at(key, codes + c)] = raw[i]; /* 2 * codes + (c - codes) */
+                tile[y.at(key, n_codes + c)] = raw[i]; /* 2 * n_codes + (c - n_codes) */
             }
         }
     }
-}
-static __device__ __forceinline__ void load_keys(const struct source *src, int key0, int n_keys,
-                                                 int d, int rd, const struct pitch &y, uint4 *tile)
-{
-    bool fp8 = true, bf16 = true;
-    for (int i = 0; i < n_keys; i++) {
-        const struct source s = src[key0 + i];
-        fp8 = fp8 && (!s.row || s.scales);
-        bf16 = bf16 && (!s.row || !s.scales);
+};
+/* A warp's keys of a tile: where all are e4m3 they are read ahead into registers. */
+enum { AHEAD = 9 }; /* pieces of a lane: eight keys of 576 bytes */
+struct fetch {
+    struct codes<AHEAD> c;
+    bool ahead;
+
+    __device__ __forceinline__ void load(const struct source *src, int key0, int n_keys, int d,
+                                         int rd)
+    {
+        const int lane = threadIdx.x % 32;
+        const bool plain = lane < n_keys && src[key0 + lane].row && !src[key0 + lane].scales;
+        ahead = !__any_sync(~0u, plain) && n_keys * ((d - rd) / 16 + rd / 8) <= 32 * AHEAD;
+        if (ahead) c.load(src, key0, n_keys, d, rd, lane);
     }
-    if (fp8) {
-        load_fp8<9>(src, key0, n_keys, d, rd, y, tile); /* eight keys of 576 bytes */
-    } else if (bf16) {
-        load_bf16<8>(src, key0, n_keys, y, tile);
-    } else { /* where the ring ends and the batch begins */
-        for (int i = key0; i < key0 + n_keys; i++)
-            if (src[i].scales)
-                load_fp8<2>(src, i, 1, d, rd, y, tile);
-            else
+    __device__ __forceinline__ void store(const struct source *src, int key0, int n_keys, int d,
+                                          int rd, const struct pitch &y, uint4 *tile) const
+    {
+        const int lane = threadIdx.x % 32;
+        if (ahead) {
+            c.store(key0, n_keys, d, rd, lane, y, tile);
+            return;
+        }
+        const bool stored = lane < n_keys && src[key0 + lane].scales;
+        if (!__any_sync(~0u, stored)) {
+            load_bf16<8>(src, key0, n_keys, y, tile);
+            return;
+        }
+        for (int i = key0; i < key0 + n_keys; i++) { /* where the ring ends and the batch begins */
+            if (!src[i].scales) {
                 load_bf16<2>(src, i, 1, y, tile);
+                continue;
+            }
+            for (int first = lane; first < (d - rd) / 16 + rd / 8; first += 64) {
+                struct codes<2> some;
+                some.load(src, i, 1, d, rd, first);
+                some.store(i, 1, d, rd, first, y, tile);
+            }
+        }
     }
-}
+};
 
 /* MT * 16 heads, tiles of TK keys; D: the width, 0 = whatever it is. */
 template <int MT, int TK, int D, int RD> struct shape {
@@ -273,183 +300,217 @@ template <int MT, int TK, int D, int RD> struct shape {
     static constexpr int MW = MT / WM, NW = TK / 16 / WN;
     static constexpr int PAIRS = D ? (D / 16 + WARPS - 1) / WARPS : MAX_WIDTH / 16 / WARPS;
     static constexpr int ROWS = HEADS / WARPS; /* heads of a warp in the weights' step */
+    static constexpr int EACH = TK / 32;       /* keys of a lane there */
     static_assert(MW * WM == MT && NW * WN * 16 == TK, "score warps");
     static size_t bytes(int32_t d)
     {
         return (size_t)(HEADS + TK) * (size_t)pitch_ld(d / 8) * 16 +
-               (size_t)HEADS * pitch_ld(TK / 8) * 16 + 2u * HEADS * S_LD * 4 + 2u * HEADS * 4 +
-               (size_t)TK * sizeof(struct source);
+               (size_t)HEADS * pitch_ld(TK / 8) * 16 + 2u * HEADS * S_LD * 4 + 1u * HEADS * 4 +
+               2u * TK * sizeof(struct source);
     }
 };
 
+/* Scores of a tile: each half of the width to its place in s [2][HEADS][S_LD]. */
+template <typename sh>
+static __device__ __forceinline__ void score_tile(int d, const struct pitch &y, const uint4 *q,
+                                                  const uint4 *tile, float *s)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp % 2;
+    const int m0 = warp / 2 / sh::WN * sh::MW, n0 = warp / 2 % sh::WN * sh::NW;
+    const int steps = d / 16, middle = (steps + 1) / 2;
+    float acc[sh::MW][2 * sh::NW][4] = {};
+#pragma unroll 4
+    for (int k = half ? middle : 0; k < (half ? steps : middle); k++) {
+        uint32_t a[sh::MW][4];
+#pragma unroll
+        for (int m = 0; m < sh::MW; m++)
+            dev_ldmatrix4(a[m], &q[y.at((m0 + m) * 16 + lane % 16, 2 * k + lane / 16)]);
+#pragma unroll
+        for (int n = 0; n < sh::NW; n++) {
+            uint32_t b[4];
+            dev_ldmatrix4(
+                b, &tile[y.at((n0 + n) * 16 + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2)]);
+#pragma unroll
+            for (int m = 0; m < sh::MW; m++) {
+                dev_mma(acc[m][2 * n], a[m], b);
+                dev_mma(acc[m][2 * n + 1], a[m], b + 2);
+            }
+        }
+    }
+    float *out = s + (half * sh::HEADS + m0 * 16 + lane / 4) * sh::S_LD + n0 * 16 + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < sh::MW; m++)
+#pragma unroll
+        for (int n = 0; n < 2 * sh::NW; n++) {
+            float *at = out + m * 16 * sh::S_LD + n * 8;
+            *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
+            *(float2 *)(at + 8 * sh::S_LD) = make_float2(acc[m][n][2], acc[m][n][3]);
+        }
+}
+/* The score of head h and key k of a tile whose first key is k0: -inf past the last key. */
+template <typename sh>
+static __device__ __forceinline__ float score_in(const float *s, int h, int k, int32_t k0,
+                                                 int32_t n, float scale)
+{
+    const float x = (s[h * sh::S_LD + k] + s[(sh::HEADS + h) * sh::S_LD + k]) * scale;
+    return k0 + k < n ? x : -kern_float(0x7f800000u);
+}
+
 template <int MT, int TK, int D, int RD>
 static __global__ void __launch_bounds__(THREADS, MT == 4 ? 1 : 2)
-    tiled_kernel(const __grid_constant__ struct job j, int32_t groups)
+    tiled_kernel(const __grid_constant__ struct job j, int32_t groups, float *scratch)
 {
     using sh = shape<MT, TK, D, RD>;
-    constexpr int HEADS = sh::HEADS, S_LD = sh::S_LD, PAIRS = sh::PAIRS, ROWS = sh::ROWS;
+    constexpr int HEADS = sh::HEADS, PAIRS = sh::PAIRS, ROWS = sh::ROWS, E = sh::EACH;
+    constexpr int MINE = TK / WARPS; /* keys that a warp brings */
     const int d = D ? D : j.k.d, rd = D ? RD : j.k.rd;
     const struct pitch y = {d / 8, pitch_ld(d / 8)}, yp = {TK / 8, pitch_ld(TK / 8)};
     extern __shared__ uint4 shared[];
     uint4 *q = shared, *tile = q + HEADS * y.ld, *p = tile + TK * y.ld;
-    float *s = (float *)(p + HEADS * yp.ld); /* [2][HEADS][S_LD]: scores by half of the width */
-    float *keep = s + 2 * HEADS * S_LD, *inverse = keep + HEADS;
-    struct source *src = (struct source *)(inverse + HEADS);
+    float *s = (float *)(p + HEADS * yp.ld), *inverse = s + 2 * HEADS * sh::S_LD;
+    struct source *src = (struct source *)(inverse + HEADS); /* [2][TK], by the tile's parity */
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int32_t t = blockIdx.x / groups, h0 = (int32_t)(blockIdx.x % groups) * HEADS;
-    struct keys ks;
-    if (!keys_of(j, t, &ks)) return;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, key0 = warp * MINE;
+    /* This thread's scores: [tile][head of its warp][E]. */
+    float *kept = scratch + (int64_t)blockIdx.x * HEADS * KEPT + warp * ROWS * TK + lane * E;
 
-    for (int i = threadIdx.x; i < HEADS * y.pieces; i += THREADS) {
-        const int h = i / y.pieces, piece = i % y.pieces;
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (h0 + h < j.H)
-            x = __ldg((const uint4 *)j.q + ((int64_t)t * j.H + h0 + h) * y.pieces + piece);
-        q[y.at(h, piece)] = x;
-    }
-    float o[MT][2 * PAIRS][4] = {}, max[ROWS], sum[ROWS];
-#pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        max[r] = -kern_float(0x7f800000u);
-        sum[r] = 0.0f;
-    }
-    if (threadIdx.x < TK) src[threadIdx.x] = source_of(j, ks, threadIdx.x);
-    __syncthreads();
+    for (int32_t item = blockIdx.x; item < j.T * groups; item += gridDim.x) {
+        const int32_t t = item / groups, h0 = item % groups * HEADS;
+        struct keys ks;
+        if (!keys_of(j, t, &ks)) continue;
+        const int32_t tiles = (ks.n + TK - 1) / TK;
+        const bool keep = ks.n <= KEPT;
 
-    for (int32_t k0 = 0; k0 < ks.n; k0 += TK) {
-        load_keys(src, warp * (TK / WARPS), TK / WARPS, d, rd, y, tile);
+        for (int i = threadIdx.x; i < HEADS * y.pieces; i += THREADS) {
+            const int h = i / y.pieces, piece = i % y.pieces;
+            uint4 x = make_uint4(0, 0, 0, 0);
+            if (h0 + h < j.H)
+                x = __ldg((const uint4 *)j.q + ((int64_t)t * j.H + h0 + h) * y.pieces + piece);
+            q[y.at(h, piece)] = x;
+        }
+        if (threadIdx.x < TK) src[threadIdx.x] = source_of(j, ks, threadIdx.x);
         __syncthreads();
-        { /* scores of one half of the width */
-            const int half = warp % 2, m0 = warp / 2 / sh::WN * sh::MW,
-                      n0 = warp / 2 % sh::WN * sh::NW;
-            const int steps = d / 16, k_first = half ? (steps + 1) / 2 : 0;
-            const int k_last = half ? steps : (steps + 1) / 2;
-            float acc[sh::MW][2 * sh::NW][4] = {};
-#pragma unroll 4
-            for (int k = k_first; k < k_last; k++) {
-                uint32_t a[sh::MW][4];
+
+        struct fetch next;
+        float max[ROWS], sum[ROWS];
 #pragma unroll
-                for (int m = 0; m < sh::MW; m++)
-                    dev_ldmatrix4(a[m], &q[y.at((m0 + m) * 16 + lane % 16, 2 * k + lane / 16)]);
+        for (int r = 0; r < ROWS; r++) {
+            max[r] = -kern_float(0x7f800000u);
+            sum[r] = 0.0f;
+        }
+        next.load(src, key0, MINE, d, rd);
+        for (int32_t i = 0; i < tiles; i++) {
+            struct source *after = src + (i + 1) % 2 * TK;
+            next.store(src + i % 2 * TK, key0, MINE, d, rd, y, tile);
+            if (threadIdx.x < TK)
+                after[threadIdx.x] = source_of(j, ks, (i + 1) * TK + (int32_t)threadIdx.x);
+            __syncthreads();
+            if (i + 1 < tiles) next.load(after, key0, MINE, d, rd);
+            score_tile<sh>(d, y, q, tile, s);
+            __syncthreads();
 #pragma unroll
-                for (int n = 0; n < sh::NW; n++) {
+            for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+                    const float x =
+                        score_in<sh>(s, warp * ROWS + r, lane * E + e, i * TK, ks.n, j.scale);
+                    max[r] = fmaxf(max[r], x); /* passes over NaN */
+                    if (keep) kept[(i * HEADS + r) * TK + e] = x;
+                }
+        }
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) max[r] = dev_warp_max(max[r]);
+
+        float o[MT][2 * PAIRS][4] = {};
+        for (int32_t i = tiles - 1; i >= 0; i--) {
+            struct source *after = src + (i + 1) % 2 * TK; /* of tile i - 1 */
+            float x[ROWS][E];
+            if (keep) {
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                    for (int e = 0; e < E; e++) x[r][e] = kept[(i * HEADS + r) * TK + e];
+            }
+            if (i < tiles - 1) next.store(src + i % 2 * TK, key0, MINE, d, rd, y, tile);
+            if (!keep) {
+                __syncthreads();
+                score_tile<sh>(d, y, q, tile, s);
+                __syncthreads();
+#pragma unroll
+                for (int r = 0; r < ROWS; r++)
+#pragma unroll
+                    for (int e = 0; e < E; e++)
+                        x[r][e] =
+                            score_in<sh>(s, warp * ROWS + r, lane * E + e, i * TK, ks.n, j.scale);
+            }
+#pragma unroll
+            for (int r = 0; r < ROWS; r++) {
+                uint16_t *to = (uint16_t *)&p[yp.at(warp * ROWS + r, lane * E / 8)] + lane * E % 8;
+#pragma unroll
+                for (int e = 0; e < E; e++) {
+                    const float w = expf(x[r][e] - max[r]);
+                    sum[r] += w;
+                    to[e] = kern_bf16_encode(w);
+                }
+            }
+            if (i > 0 && threadIdx.x < TK)
+                after[threadIdx.x] = source_of(j, ks, (i - 1) * TK + (int32_t)threadIdx.x);
+            __syncthreads();
+            if (i > 0) next.load(after, key0, MINE, d, rd);
+#pragma unroll
+            for (int k = 0; k < TK / 16; k++) {
+                uint32_t a[MT][4];
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+                    dev_ldmatrix4(a[m], &p[yp.at(m * 16 + lane % 16, 2 * k + lane / 16)]);
+#pragma unroll
+                for (int n = 0; n < PAIRS; n++) {
+                    const int col = warp * PAIRS + n; /* pieces 2 * col and the next */
+                    if (col * 16 >= d) break;
                     uint32_t b[4];
-                    dev_ldmatrix4(b, &tile[y.at((n0 + n) * 16 + lane % 8 + lane / 16 * 8,
-                                                2 * k + lane / 8 % 2)]);
+                    dev_ldmatrix4_trans(b, &tile[y.at(k * 16 + lane % 16, 2 * col + lane / 16)]);
 #pragma unroll
-                    for (int m = 0; m < sh::MW; m++) {
-                        dev_mma(acc[m][2 * n], a[m], b);
-                        dev_mma(acc[m][2 * n + 1], a[m], b + 2);
+                    for (int m = 0; m < MT; m++) {
+                        dev_mma(o[m][2 * n], a[m], b);
+                        dev_mma(o[m][2 * n + 1], a[m], b + 2);
                     }
                 }
             }
-            float *out =
-                s + half * HEADS * S_LD + (m0 * 16 + lane / 4) * S_LD + n0 * 16 + lane % 4 * 2;
-#pragma unroll
-            for (int m = 0; m < sh::MW; m++)
-#pragma unroll
-                for (int n = 0; n < 2 * sh::NW; n++) {
-                    float *at = out + m * 16 * S_LD + n * 8;
-                    *(float2 *)at = make_float2(acc[m][n][0], acc[m][n][1]);
-                    *(float2 *)(at + 8 * S_LD) = make_float2(acc[m][n][2], acc[m][n][3]);
-                }
+            __syncthreads();
         }
-        __syncthreads();
-        /* weights: a warp has ROWS heads, a lane TK / 32 neighbouring keys */
-#pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            constexpr int E = TK / 32;
-            const int h = warp * ROWS + r;
-            float x[E], m = max[r];
-#pragma unroll
-            for (int e = 0; e < E; e++) {
-                const int k = lane * E + e;
-                x[e] = (s[h * S_LD + k] + s[(HEADS + h) * S_LD + k]) * j.scale;
-                if (k0 + k >= ks.n) x[e] = -kern_float(0x7f800000u);
-                m = fmaxf(m, x[e]); /* passes over NaN */
-            }
-            m = dev_warp_max(m);
-            /* Nothing above -inf yet: weights are 0 against any number. */
-            const float base = m == -kern_float(0x7f800000u) ? 0.0f : m;
-            float w = 0.0f;
-            uint16_t *to = (uint16_t *)&p[yp.at(h, lane * E / 8)] + lane * E % 8;
-#pragma unroll
-            for (int e = 0; e < E; e++) {
-                x[e] = expf(x[e] - base);
-                w += x[e];
-                to[e] = kern_bf16_encode(x[e]);
-            }
-            const float k = expf(max[r] - base); /* 0 at first */
-            sum[r] = fmaf(sum[r], k, dev_warp_sum(w));
-            max[r] = m;
-            if (lane == 0) keep[h] = k;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int m = 0; m < MT; m++) { /* output: columns of this warp */
-            const float lo = keep[m * 16 + lane / 4], hi = keep[m * 16 + 8 + lane / 4];
-#pragma unroll
-            for (int n = 0; n < 2 * PAIRS; n++) {
-                o[m][n][0] *= lo;
-                o[m][n][1] *= lo;
-                o[m][n][2] *= hi;
-                o[m][n][3] *= hi;
-            }
-        }
-#pragma unroll
-        for (int k = 0; k < TK / 16; k++) {
-            uint32_t a[MT][4];
-#pragma unroll
-            for (int m = 0; m < MT; m++)
-                dev_ldmatrix4(a[m], &p[yp.at(m * 16 + lane % 16, 2 * k + lane / 16)]);
-#pragma unroll
-            for (int n = 0; n < PAIRS; n++) {
-                const int col = warp * PAIRS + n; /* pieces 2 * col and the next */
-                if (col * 16 >= d) break;
-                uint32_t b[4];
-                dev_ldmatrix4_trans(b, &tile[y.at(k * 16 + lane % 16, 2 * col + lane / 16)]);
-#pragma unroll
-                for (int m = 0; m < MT; m++) {
-                    dev_mma(o[m][2 * n], a[m], b);
-                    dev_mma(o[m][2 * n + 1], a[m], b + 2);
-                }
-            }
-        }
-        if (threadIdx.x < TK) src[threadIdx.x] = source_of(j, ks, k0 + TK + (int32_t)threadIdx.x);
-        __syncthreads();
-    }
 
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        const int h = warp * ROWS + r;
-        const float sink = h0 + h < j.H ? j.sink[h0 + h] : 0.0f;
-        float den = sum[r] + expf(sink - max[r]);
-        if (max[r] == -kern_float(0x7f800000u)) den = kern_float(0x7fc00000u);
-        if (lane == 0) inverse[h] = 1.0f / den;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int m = 0; m < MT; m++) { /* through the queries' place, so that rows are written whole */
-        const int row = m * 16 + lane / 4;
-        const float lo = inverse[row], hi = inverse[row + 8];
-#pragma unroll
-        for (int n = 0; n < 2 * PAIRS; n++) {
-            const int piece = warp * 2 * PAIRS + n;
-            if (piece >= y.pieces) break;
-            uint32_t *to = (uint32_t *)&q[y.at(row, piece)] + lane % 4;
-            *to = (uint32_t)kern_bf16_encode(o[m][n][0] * lo) |
-                  (uint32_t)kern_bf16_encode(o[m][n][1] * lo) << 16;
-            to = (uint32_t *)&q[y.at(row + 8, piece)] + lane % 4;
-            *to = (uint32_t)kern_bf16_encode(o[m][n][2] * hi) |
-                  (uint32_t)kern_bf16_encode(o[m][n][3] * hi) << 16;
+        for (int r = 0; r < ROWS; r++) {
+            const int h = warp * ROWS + r;
+            const float sink = h0 + h < j.H ? j.sink[h0 + h] : 0.0f;
+            const float den = dev_warp_sum(sum[r]) + expf(sink - max[r]);
+            if (lane == 0) inverse[h] = 1.0f / den;
         }
-    }
-    __syncthreads();
-    for (int i = threadIdx.x; i < HEADS * y.pieces; i += THREADS) {
-        const int h = i / y.pieces, piece = i % y.pieces;
-        if (h0 + h < j.H)
-            ((uint4 *)j.o)[((int64_t)t * j.H + h0 + h) * y.pieces + piece] = q[y.at(h, piece)];
+        __syncthreads();
+#pragma unroll
+        for (int m = 0; m < MT;
+             m++) { /* through the queries' place, so that rows are written whole */
+            const int row = m * 16 + lane / 4;
+            const float lo = inverse[row], hi = inverse[row + 8];
+#pragma unroll
+            for (int n = 0; n < 2 * PAIRS; n++) {
+                const int piece = warp * 2 * PAIRS + n;
+                if (piece >= y.pieces) break;
+                uint32_t *to = (uint32_t *)&q[y.at(row, piece)] + lane % 4;
+                *to = (uint32_t)kern_bf16_encode(o[m][n][0] * lo) |
+                      (uint32_t)kern_bf16_encode(o[m][n][1] * lo) << 16;
+                to = (uint32_t *)&q[y.at(row + 8, piece)] + lane % 4;
+                *to = (uint32_t)kern_bf16_encode(o[m][n][2] * hi) |
+                      (uint32_t)kern_bf16_encode(o[m][n][3] * hi) << 16;
+            }
+        }
+        __syncthreads();
+        for (int i = threadIdx.x; i < HEADS * y.pieces; i += THREADS) {
+            const int h = i / y.pieces, piece = i % y.pieces;
+            if (h0 + h < j.H)
+                ((uint4 *)j.o)[((int64_t)t * j.H + h0 + h) * y.pieces + piece] = q[y.at(h, piece)];
+        }
+        __syncthreads();
     }
 }
 
@@ -459,9 +520,14 @@ static void launch(struct kern_stream *s, const struct job *j)
     using sh = shape<MT, TK, D, RD>;
     const int32_t groups = (int32_t)cuda_ceil(j->H, sh::HEADS);
     const size_t most = sh::bytes(D ? D : MAX_WIDTH);
+    const int32_t room = s->n_sm * (MT == 4 ? 1 : 2), items = j->T * groups;
+    float *scratch =
+        (float *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)room * sh::HEADS * KEPT * sizeof *scratch);
+    if (!scratch) return;
     CUDA_SHARED((tiled_kernel<MT, TK, D, RD>), most);
     tiled_kernel<MT, TK, D, RD>
-        <<<(unsigned)(j->T * groups), THREADS, sh::bytes(j->k.d), s->cu>>>(*j, groups);
+        <<<(unsigned)(items < room ? items : room), THREADS, sh::bytes(j->k.d), s->cu>>>(*j, groups,
+                                                                                         scratch);
 }
 template <int D, int RD> static void launch_width(struct kern_stream *s, const struct job *j)
 {

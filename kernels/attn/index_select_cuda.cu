@@ -5,13 +5,14 @@
  * come from prefix sums over runs of 4096 scores, so the list is ascending by construction. A row that
  * sees no more than it keeps needs no scores.
  *
- * Scratch: rows of a batch times entries, the latter rounded up to a power of two of at least MIN_LD, so
- * that a captured launch holds until a context passes the next power of two.
+ * Scratch has one size. As long as it holds all rows at their longest, each has an equal part of it, so
+ * that the launches of a step of decode depend on T alone (a captured graph may be launched again at any
+ * length); else rows go in batches, by the power of two that the longest fits in.
  */
 #include "kernels/attn/index_score.cuh"
 #include "kernels/attn/topk.cuh"
 
-enum { BATCH_FLOATS = 64 << 20, MIN_LD = 16384 };
+enum { BATCH_FLOATS = 64 << 20, MIN_LD = 4096 };
 
 /* The row of scores that belongs to row t; -1: none. */
 static __device__ int64_t score_row(const struct kern_index_select &p, const int32_t *rows,
@@ -106,13 +107,17 @@ extern "C" int kern_index_select_cuda(struct kern_stream *s, const struct kern_i
     int rc = cuda_batch_of(s, p->seqs, p->n_seqs, &sc.b);
     if (rc < 0) return rc;
     const int32_t T = p->T < sc.b.T ? p->T : sc.b.T;
+    if (T == 0) return 0;
     const struct kern_kv_layer *y = &p->layout->layer[p->layer];
     int64_t ld = MIN_LD;
     for (int32_t i = 0; i < p->n_seqs; i++)
         while (ld < (p->seqs[i].pos0 + p->seqs[i].n_rows) / y->ratio) ld *= 2;
-    int32_t rows = (int32_t)(BATCH_FLOATS / ld) / 4 * 4;
-    if (rows < 4) rows = 4;
-    if (rows > T) rows = T;
+    int32_t rows = T;
+    if (ld * T <= BATCH_FLOATS)
+        ld = BATCH_FLOATS / T / 4 * 4;
+    else
+        rows = BATCH_FLOATS / ld < 4 ? 4 : (int32_t)(BATCH_FLOATS / ld) / 4 * 4;
+    const int64_t floats = ld * rows > BATCH_FLOATS ? ld * rows : BATCH_FLOATS;
     sc.q = p->q;
     sc.wt = p->wt;
     sc.factor = p->factor;
@@ -123,7 +128,7 @@ extern "C" int kern_index_select_cuda(struct kern_stream *s, const struct kern_i
     sc.act = p->act;
     sc.all = p->scores != NULL;
     sc.ld = ld;
-    sc.out = (float *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)rows * (size_t)ld * sizeof(float));
+    sc.out = (float *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)floats * sizeof(float));
     const int32_t *score_rows = NULL;
     if (p->scores && p->score_rows) {
         score_rows = (const int32_t *)cuda_send(s, p->score_rows,
