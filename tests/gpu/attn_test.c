@@ -1,0 +1,440 @@
+/* tests/gpu/attn_test.c - index selection, ranks and attention on the device at the shapes of V4-Flash:
+ * lengths around every border there is, up to 262,144 entries, and a row alone against the same row in a
+ * batch, bit for bit.
+ *
+ * Scores and outputs are compared with the CPU's; a selection with a sort of the scores it was made of.
+ * Exit 77 where there is no device.
+ */
+#include "tests/support/check.h"
+
+#include "common/base/err.h"
+#include "kernels/mirror.h"
+#include "kernels/numeric.h"
+#include "kernels/ops.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { H = 64, W = 128, D = 512, RD = 64, C4 = 0, C128 = 1, POOL = 256, LONGEST = 1 << 20 };
+
+static struct kern_dev *cpu, *gpu;
+static uint64_t seed = 1;
+
+static float rnd(void)
+{
+    seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+    return (float)(int32_t)(seed >> 32) * 0x1p-31f;
+}
+static void fill(uint16_t *x, size_t n, float scale)
+{
+    for (size_t i = 0; i < n; i++) x[i] = kern_bf16_encode(rnd() * scale);
+}
+static const struct kern_ops *ops_of(struct kern_dev *dev)
+{
+    return kern_dev_ops(dev);
+}
+
+/* A pool of POOL pages full of rows; tables of pages go round in it, so that contexts can be long. */
+struct world {
+    struct kern_kv_layout l;
+    uint8_t *pages, *tail;
+    uint32_t *ids;
+};
+static void world_open(struct world *w, enum kern_kv_fmt kv, enum kern_ik_fmt ik)
+{
+    const struct kern_kv_spec sp = {.n_layers = 2,
+                                    .ratios = {4, 128},
+                                    .head_dim = D,
+                                    .rope_dim = RD,
+                                    .window = 128,
+                                    .index_dim = W,
+                                    .kv_fmt = kv,
+                                    .ik_fmt = ik};
+    float row[D];
+    assert_int_equal(kern_kv_layout_init(&w->l, &sp, NULL), 0);
+    w->pages = calloc(POOL, (size_t)w->l.page_bytes);
+    w->tail = calloc(1, (size_t)w->l.tail_bytes);
+    const int32_t n = LONGEST / w->l.page_tokens;
+    w->ids = malloc((size_t)n * sizeof *w->ids);
+    assert_true(w->pages && w->tail && w->ids);
+    /* Neighbours in the table are far apart in the pool. */
+    for (int32_t i = 0; i < n; i++) w->ids[i] = (uint32_t)(i * 97 + i / POOL) % POOL;
+    for (int32_t i = 0; i < POOL; i++)
+        for (int layer = 0; layer < 2; layer++) {
+            const struct kern_kv_layer *y = &w->l.layer[layer];
+            uint8_t *page = w->pages + i * w->l.page_bytes;
+            for (int32_t e = 0; e < y->per_page; e++) {
+                for (int c = 0; c < D; c++) row[c] = rnd() * 2;
+                kern_kv_store(kv, page + y->main_off, y->per_page, e, row, D, RD);
+                if (layer == C4) kern_ik_store(ik, page + y->index_off, y->per_page, e, row, W);
+            }
+        }
+    for (int layer = 0; layer < 2; layer++)
+        for (int slot = 0; slot < 128; slot++) {
+            for (int c = 0; c < D; c++) row[c] = rnd() * 2;
+            kern_kv_store(kv, w->tail + w->l.layer[layer].window_off, 128, slot, row, D, RD);
+        }
+    kern_mirror_know(gpu, w->pages, (size_t)(POOL * w->l.page_bytes));
+}
+static void world_close(struct world *w)
+{
+    kern_mirror_forget(gpu);
+    free(w->pages), free(w->tail), free(w->ids);
+}
+static struct kern_seq seq_at(const struct world *w, int32_t row0, int32_t n_rows, int64_t pos0,
+                              int32_t topk)
+{
+    return (struct kern_seq){.row0 = row0,
+                             .n_rows = n_rows,
+                             .pos0 = pos0,
+                             .page_ids = w->ids,
+                             .n_pages = (int32_t)kern_kv_pages_for(pos0 + n_rows, w->l.page_tokens),
+                             .tail = w->tail,
+                             .topk = topk};
+}
+
+/* --- selection */
+
+struct chosen {
+    int32_t *sel, *n;
+    float *scores, *margin;
+    int64_t ld, topk;
+};
+static void select_rows(struct kern_dev *dev, const struct world *w, const uint16_t *q,
+                        const uint16_t *wt, int32_t T, const struct kern_seq *seqs, int32_t n_seqs,
+                        struct chosen *c)
+{
+    c->sel = malloc((size_t)(T * c->topk) * 4), c->n = malloc((size_t)T * 4);
+    c->scores = malloc((size_t)(T * c->ld) * 4), c->margin = malloc((size_t)T * 4);
+    memset(c->sel, 0xa5, (size_t)(T * c->topk) * 4);
+    memset(c->scores, 0xa5, (size_t)(T * c->ld) * 4);
+    const struct kern_index_select p = {.q = q,
+                                        .wt = wt,
+                                        .factor = 0.011f,
+                                        .pages = w->pages,
+                                        .layout = &w->l,
+                                        .layer = C4,
+                                        .seqs = seqs,
+                                        .n_seqs = n_seqs,
+                                        .T = T,
+                                        .H = H,
+                                        .selected = c->sel,
+                                        .n_selected = c->n,
+                                        .sel_ld = c->topk,
+                                        .scores = c->scores,
+                                        .score_ld = c->ld,
+                                        .margin = c->margin,
+                                        .act = KERN_BF16};
+    assert_int_equal(ops_of(dev)->index_select(kern_dev_stream(dev), &p), 0);
+    assert_int_equal(kern_stream_sync(kern_dev_stream(dev)), 0);
+}
+static void chosen_free(struct chosen *c)
+{
+    free(c->sel), free(c->n), free(c->scores), free(c->margin);
+}
+
+static const float *sorted;
+static int by_rank(const void *a, const void *b)
+{
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    if (sorted[x] != sorted[y]) return sorted[x] < sorted[y] ? 1 : -1;
+    return x < y ? -1 : 1;
+}
+/* Row r of a selection is what a sort of its own scores keeps, of the n that it sees. */
+static void check_exact(const struct chosen *c, int32_t r, int32_t n)
+{
+    const int32_t k = n < (int32_t)c->topk ? n : (int32_t)c->topk;
+    int32_t *order = malloc((size_t)(n + 1) * 4);
+    uint8_t *kept = calloc((size_t)n + 1, 1);
+    for (int32_t e = 0; e < n; e++) order[e] = e;
+    sorted = c->scores + r * c->ld;
+    qsort(order, (size_t)n, 4, by_rank);
+    for (int32_t i = 0; i < k; i++) kept[order[i]] = 1;
+    assert_int_equal(c->n[r], k);
+    const int32_t *sel = c->sel + r * c->topk;
+    for (int32_t e = 0, i = 0; e < n; e++)
+        if (kept[e]) assert_int_equal(sel[i++], e);
+    for (int32_t i = k; i < c->topk; i++) assert_int_equal(sel[i], -1);
+    for (int64_t e = n; e < c->ld; e++) assert_true(sorted[e] == -INFINITY);
+    if (n > k) assert_true(c->margin[r] == sorted[order[k - 1]] - sorted[order[k]]);
+    if (n <= k) assert_true(isinf(c->margin[r]));
+    free(order), free(kept);
+}
+
+static void queries(uint16_t *q, uint16_t *wt, int32_t T)
+{
+    static const float values[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    for (int32_t i = 0; i < T * H * W; i++) {
+        const float v = values[(int)(fabsf(rnd()) * 7.99f)];
+        q[i] = kern_bf16_encode(rnd() < 0 ? -v : v);
+    }
+    fill(wt, (size_t)T * H, 1);
+}
+
+static void select_lengths(enum kern_ik_fmt ik)
+{
+    static const int32_t tokens[] = {
+        1,    3,    4,    5,    255,      256,      257,   511,       512,         513,
+        2047, 2048, 2051, 2052, 4 * 4096, 4 * 4097, 65536, 4 * 65537, LONGEST - 4, LONGEST};
+    enum { N = sizeof tokens / sizeof *tokens };
+    struct world w;
+    static uint16_t q[N * H * W], wt[N * H];
+    struct kern_seq seqs[N];
+    world_open(&w, KERN_KV_FP8, ik);
+    queries(q, wt, N);
+    for (int i = 0; i < N; i++) seqs[i] = seq_at(&w, i, 1, tokens[i] - 1, 512);
+    seqs[N - 1].topk = 4096;
+    struct chosen a = {.ld = LONGEST / 4, .topk = 4096}, b = a;
+    for (int i = 0; i < N - 1; i++) seqs[i].topk = i % 3 == 2 ? 4096 : 512;
+    select_rows(gpu, &w, q, wt, N, seqs, N, &a);
+    select_rows(cpu, &w, q, wt, N, seqs, N, &b);
+    double worst = 0;
+    for (int i = 0; i < N; i++) {
+        const int32_t n = tokens[i] / 4;
+        double top = 0, err = 0;
+        for (int32_t e = 0; e < n; e++) {
+            const float *x = a.scores + i * a.ld, *y = b.scores + i * b.ld;
+            top = fmax(top, fabs((double)y[e])), err = fmax(err, fabs((double)x[e] - (double)y[e]));
+        }
+        worst = fmax(worst, top > 0 ? err / top : 0);
+        if (err > 2e-5 * top)
+            fail_msg("format %d, %d entries: scores off by %g of %g", (int)ik, n, err, top);
+        struct chosen row = {.sel = a.sel + i * a.topk,
+                             .n = a.n + i,
+                             .scores = a.scores + i * a.ld,
+                             .margin = a.margin + i,
+                             .ld = a.ld,
+                             .topk = seqs[i].topk};
+        check_exact(&row, 0, n);
+        for (int64_t e = row.topk; e < a.topk; e++) assert_int_equal(row.sel[e], -1);
+    }
+    print_message("scores, format %d: largest error %.1e of the largest score\n", (int)ik, worst);
+    chosen_free(&a), chosen_free(&b);
+    world_close(&w);
+}
+static void test_index_select__lengths(void **state)
+{
+    (void)state;
+    select_lengths(KERN_IK_FP4);
+    select_lengths(KERN_IK_FP8);
+    select_lengths(KERN_IK_BF16);
+}
+
+/* Rows of a chunk share keys four by four; alone they go another way. */
+static void test_index_select__a_row_alone_gives_the_same_bits(void **state)
+{
+    enum { T = 23 };
+    (void)state;
+    for (int ik = KERN_IK_FP4; ik <= KERN_IK_BF16; ik++) {
+        struct world w;
+        static uint16_t q[T * H * W], wt[T * H];
+        world_open(&w, KERN_KV_FP8, (enum kern_ik_fmt)ik);
+        queries(q, wt, T);
+        /* Two sequences: the second's rows begin amid a block of four. */
+        const struct kern_seq chunk[2] = {seq_at(&w, 0, 14, 4090, 512),
+                                          seq_at(&w, 14, 9, 2040, 512)};
+        struct chosen all = {.ld = 1100, .topk = 512};
+        select_rows(gpu, &w, q, wt, T, chunk, 2, &all);
+        for (int t = 0; t < T; t++) {
+            const struct kern_seq *from = &chunk[t >= 14];
+            const int64_t pos = from->pos0 + t - from->row0;
+            const struct kern_seq one = seq_at(&w, 0, 1, pos, 512);
+            struct chosen alone = {.ld = 1100, .topk = 512};
+            select_rows(gpu, &w, q + t * H * W, wt + t * H, 1, &one, 1, &alone);
+            assert_memory_equal(alone.scores, all.scores + t * all.ld, (size_t)all.ld * 4);
+            assert_memory_equal(alone.sel, all.sel + t * all.topk, (size_t)all.topk * 4);
+            chosen_free(&alone);
+        }
+        chosen_free(&all);
+        world_close(&w);
+    }
+}
+
+/* --- ranks: of every kind of score, against a plain count */
+
+static void test_index_rank__odd_scores(void **state)
+{
+    enum { N = 5000, E = 40 };
+    static float s[N];
+    struct world w;
+    int32_t entries[E];
+    struct kern_rank got[E];
+    float kth = 7, next = 7;
+    static const float odd[] = {NAN, -INFINITY, INFINITY, 0.0f, -0.0f, 1e-45f, 3e38f};
+    (void)state;
+    world_open(&w, KERN_KV_FP8, KERN_IK_FP8);
+    for (int kind = 0; kind < 4; kind++) {
+        for (int i = 0; i < N; i++)
+            s[i] = kind == 0 ? rnd() : kind == 1 ? (float)(i % 5) : kind == 2 ? odd[i % 7] : NAN;
+        for (int i = 0; i < E; i++) entries[i] = i * (N / E) + i % 3;
+        const struct kern_seq row = seq_at(&w, 0, 1, N * 4 - 1, 512);
+        const struct kern_index_rank p = {.scores = s,
+                                          .pages = w.pages,
+                                          .layout = &w.l,
+                                          .layer = C4,
+                                          .seq = &row,
+                                          .T = 1,
+                                          .H = H,
+                                          .keys = KERN_KEYS_OWN,
+                                          .entries = entries,
+                                          .n_entries = E,
+                                          .ranks = got,
+                                          .kth = &kth,
+                                          .next = &next,
+                                          .act = KERN_BF16};
+        assert_int_equal(ops_of(gpu)->index_rank(kern_dev_stream(gpu), &p), 0);
+        for (int a = 0; a < E; a++) {
+            const float x = s[entries[a]];
+            int32_t rank = 1, equal = -1;
+            for (int i = 0; i < N; i++) {
+                const bool same = s[i] == x || (isnan(s[i]) && isnan(x));
+                const bool above = s[i] > x || (!isnan(s[i]) && isnan(x));
+                rank += above || (same && i < entries[a]);
+                equal += same;
+            }
+            assert_int_equal(got[a].rank, rank);
+            assert_int_equal(got[a].equal, equal);
+        }
+        float want[2];
+        const struct kern_index_rank twin = {.scores = s,
+                                             .pages = w.pages,
+                                             .layout = &w.l,
+                                             .layer = C4,
+                                             .seq = &row,
+                                             .T = 1,
+                                             .H = H,
+                                             .keys = KERN_KEYS_OWN,
+                                             .entries = entries,
+                                             .n_entries = 0,
+                                             .kth = &want[0],
+                                             .next = &want[1],
+                                             .act = KERN_BF16};
+        assert_int_equal(ops_of(cpu)->index_rank(kern_dev_stream(cpu), &twin), 0);
+        assert_true(kth == want[0] || (isnan(kth) && isnan(want[0])));
+        assert_true(next == want[1] || (isnan(next) && isnan(want[1])));
+    }
+    world_close(&w);
+}
+
+/* --- attention */
+
+struct rows {
+    uint16_t *q, *kv, *o;
+    int32_t *sel, *n_sel;
+    float sink[H];
+};
+static void attend(struct kern_dev *dev, const struct world *w, int layer, const struct rows *r,
+                   int32_t at, int32_t T, const struct kern_seq *seqs, int32_t n_seqs, uint16_t *o)
+{
+    const struct kern_attention p = {.q = r->q + (size_t)at * H * D,
+                                     .kv = r->kv + (size_t)at * D,
+                                     .sink = r->sink,
+                                     .o = o,
+                                     .pages = w->pages,
+                                     .layout = &w->l,
+                                     .layer = layer,
+                                     .seqs = seqs,
+                                     .n_seqs = n_seqs,
+                                     .selected = layer == C4 ? r->sel + (size_t)at * 512 : NULL,
+                                     .n_selected = r->n_sel + at,
+                                     .sel_ld = 512,
+                                     .T = T,
+                                     .H = H,
+                                     .scale = 0.0442f,
+                                     .act = KERN_BF16};
+    memset(o, 0xa5, (size_t)T * H * D * 2);
+    assert_int_equal(ops_of(dev)->attention(kern_dev_stream(dev), &p), 0);
+    assert_int_equal(kern_stream_sync(kern_dev_stream(dev)), 0);
+}
+
+static void attention_rows(enum kern_kv_fmt kv, int layer)
+{
+    /* Rows of their own, then a chunk whose window reaches back to the ring. More rows than half the
+     * multiprocessors: 64 heads share a CTA; alone each CTA has 16. */
+    static const int32_t pos[] = {0,     1,      2,      3,      62,     63,         64,
+                                  65,    126,    127,    128,    129,    191,        255,
+                                  256,   511,    512,    639,    2047,   2048,       65535,
+                                  65536, 114687, 114815, 131071, 262143, LONGEST - 1};
+    enum { OWN = sizeof pos / sizeof *pos, CHUNK = 133, T = OWN + CHUNK, FROM = 3000 };
+    struct world w;
+    struct kern_seq seqs[OWN + 1];
+    struct rows r = {.q = malloc((size_t)T * H * D * 2),
+                     .kv = malloc((size_t)T * D * 2),
+                     .o = malloc((size_t)T * H * D * 2),
+                     .sel = malloc((size_t)T * 512 * 4),
+                     .n_sel = malloc(T * 4)};
+    uint16_t *want = malloc((size_t)T * H * D * 2), *alone = malloc((size_t)H * D * 2);
+    world_open(&w, kv, KERN_IK_FP8);
+    fill(r.q, (size_t)T * H * D, 1);
+    fill(r.kv, (size_t)T * D, 2);
+    for (int h = 0; h < H; h++) r.sink[h] = h == 5 ? -INFINITY : h == 6 ? 90 : rnd();
+    for (int i = 0; i < OWN; i++) seqs[i] = seq_at(&w, i, 1, pos[i], 512);
+    seqs[OWN] = seq_at(&w, OWN, CHUNK, FROM, 512);
+    for (int t = 0; t < T; t++) {
+        const int32_t n = ((t < OWN ? pos[t] : FROM + t - OWN) + 1) / 4, k = n < 512 ? n : 512;
+        r.n_sel[t] = t % 7 == 6 ? k / 2 : k;
+        for (int i = 0; i < 512; i++)
+            r.sel[t * 512 + i] = i < r.n_sel[t] ? (int32_t)((int64_t)i * n / k) : -1;
+    }
+    attend(gpu, &w, layer, &r, 0, T, seqs, OWN + 1, r.o);
+    attend(cpu, &w, layer, &r, 0, T, seqs, OWN + 1, want);
+    double worst = 0;
+    int64_t off = 0;
+    for (int t = 0; t < T; t++) {
+        double err = 0, mag = 0;
+        for (int i = 0; i < H * D; i++) {
+            const double x = (double)kern_bf16_decode(r.o[(size_t)t * H * D + i]);
+            const double y = (double)kern_bf16_decode(want[(size_t)t * H * D + i]);
+            err += (x - y) * (x - y), mag += y * y, off += x != y;
+        }
+        const double rms = sqrt(err / mag);
+        if (!(rms <= 1e-3)) fail_msg("layer %d, row %d: rms %g", layer, t, rms);
+        worst = fmax(worst, rms);
+    }
+    print_message("attention, format %d, ratio %d: rms at most %.1e, %.4f of outputs differ\n",
+                  (int)kv, layer == C4 ? 4 : 128, worst, (double)off / ((double)T * H * D));
+    /* The chunk's first row too: it has the same rows in the ring before it. */
+    for (int t = 0; t <= OWN; t++) {
+        const struct kern_seq one = seq_at(&w, 0, 1, t < OWN ? pos[t] : FROM, 512);
+        attend(gpu, &w, layer, &r, t, 1, &one, 1, alone);
+        for (int i = 0; i < H * D; i++)
+            if (alone[i] != r.o[(size_t)t * H * D + i])
+                fail_msg("layer %d, row %d alone: element %d is %x, not %x", layer, t, i, alone[i],
+                         r.o[(size_t)t * H * D + i]);
+    }
+    free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(want), free(alone);
+    world_close(&w);
+}
+static void test_attention__lengths(void **state)
+{
+    (void)state;
+    attention_rows(KERN_KV_FP8, C4);
+    attention_rows(KERN_KV_FP8, C128);
+    attention_rows(KERN_KV_BF16, C4);
+    attention_rows(KERN_KV_BF16, C128);
+}
+
+int main(int argc, char **argv)
+{
+    const char *d = getenv("TOW_TEST_DEVICE");
+    char device[64];
+    snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
+    struct tow_err err;
+    if (kern_dev_open(&gpu, device, 1, &err) < 0) {
+        printf("no CUDA device: %s\n", err.msg);
+        return 77;
+    }
+    if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_index_select__lengths),
+        cmocka_unit_test(test_index_select__a_row_alone_gives_the_same_bits),
+        cmocka_unit_test(test_index_rank__odd_scores),
+        cmocka_unit_test(test_attention__lengths),
+    };
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    int failed = cmocka_run_group_tests_name("gpu/attn", tests, NULL, NULL);
+    kern_dev_close(gpu);
+    kern_dev_close(cpu);
+    return failed;
+}

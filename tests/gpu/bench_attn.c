@@ -1,0 +1,262 @@
+/* tests/gpu/bench_attn.c - index queries, selection and attention at the shapes of V4-Flash.
+ *
+ * Goals are those for one H200. usage: bench_attn [PART OF A NAME] [cuda:N]
+ */
+#include "tests/gpu/bench.h"
+
+#include "kernels/kv_layout.h"
+
+#include <math.h>
+
+enum { H = 64, W = 128, D = 512, RD = 64, TOPK = 512, C4 = 0, C128 = 1, WINDOW = 2, BLOCK = 64 };
+static const double BF16_FLOPS = 780e12;
+static const double ENTRY = 584;
+
+struct world {
+    struct bench *b;
+    struct kern_kv_layout l;
+    uint8_t *pages;
+    int32_t n_pages;
+    uint8_t *tails;
+    struct kern_seq *seqs; /* host */
+    uint32_t *ids;
+    int32_t n_seqs, T, layer;
+    struct kern_index_select sel;
+    struct kern_attention att;
+    struct kern_index_query query;
+    int32_t *lists, *n_lists;
+};
+
+/* B sequences of n_rows rows that end at position `context`. */
+static void world_open(struct world *w, struct bench *b, enum kern_ik_fmt ik, int32_t B,
+                       int32_t n_rows, int32_t context)
+{
+    const struct kern_kv_spec sp = {.n_layers = 3,
+                                    .ratios = {4, 128, 0},
+                                    .head_dim = D,
+                                    .rope_dim = RD,
+                                    .window = 128,
+                                    .index_dim = W,
+                                    .kv_fmt = KERN_KV_FP8,
+                                    .ik_fmt = ik};
+    struct tow_err err;
+    float row[D];
+    static uint64_t seed = 7;
+    memset(w, 0, sizeof *w);
+    w->b = b, w->n_seqs = B, w->T = B * n_rows;
+    if (kern_kv_layout_init(&w->l, &sp, &err) < 0) exit(1);
+    const int32_t per = (int32_t)kern_kv_pages_for(context, w->l.page_tokens);
+    w->n_pages = B * per;
+    w->pages = bench_alloc(b, (double)w->n_pages * (double)w->l.page_bytes);
+    uint8_t *block = calloc(BLOCK, (size_t)w->l.page_bytes),
+            *tail = calloc(1, (size_t)w->l.tail_bytes);
+    w->ids = malloc((size_t)w->n_pages * sizeof *w->ids);
+    w->seqs = calloc((size_t)B, sizeof *w->seqs);
+    if (!block || !tail || !w->ids || !w->seqs) exit(1);
+    for (int32_t i = 0; i < BLOCK; i++)
+        for (int layer = 0; layer < 2; layer++) {
+            const struct kern_kv_layer *y = &w->l.layer[layer];
+            uint8_t *page = block + i * w->l.page_bytes;
+            for (int32_t e = 0; e < y->per_page; e++) {
+                for (int c = 0; c < D; c++) row[c] = bench_normal(&seed);
+                kern_kv_store(KERN_KV_FP8, page + y->main_off, y->per_page, e, row, D, RD);
+                if (layer == C4) kern_ik_store(ik, page + y->index_off, y->per_page, e, row, W);
+            }
+        }
+    for (int layer = 0; layer < 3; layer++)
+        for (int slot = 0; slot < 128; slot++) {
+            for (int c = 0; c < D; c++) row[c] = bench_normal(&seed);
+            kern_kv_store(KERN_KV_FP8, tail + w->l.layer[layer].window_off, 128, slot, row, D, RD);
+        }
+    bench_spread(b, w->pages, block, (size_t)BLOCK * (size_t)w->l.page_bytes,
+                 (size_t)w->n_pages * (size_t)w->l.page_bytes);
+    w->tails = bench_alloc(b, (double)B * (double)w->l.tail_bytes);
+    bench_spread(b, w->tails, tail, (size_t)w->l.tail_bytes, (size_t)B * (size_t)w->l.tail_bytes);
+    free(block), free(tail);
+    for (int32_t i = 0; i < w->n_pages; i++) /* each its own, out of order */
+        w->ids[i] = (uint32_t)(i % 2 ? w->n_pages - 1 - i / 2 : i / 2);
+    for (int32_t i = 0; i < B; i++)
+        w->seqs[i] = (struct kern_seq){.row0 = i * n_rows,
+                                       .n_rows = n_rows,
+                                       .pos0 = context - n_rows,
+                                       .page_ids = w->ids + (int64_t)i * per,
+                                       .n_pages = per,
+                                       .tail = w->tails + i * w->l.tail_bytes,
+                                       .topk = TOPK};
+    kern_stream_batch(b->s, w->seqs, B);
+}
+static void world_close(struct world *w)
+{
+    kern_stream_sync(w->b->s);
+    kern_stream_batch(w->b->s, NULL, 0);
+    free(w->ids), free(w->seqs);
+    bench_free_all(w->b);
+}
+
+static int call_query(void *ctx, int i)
+{
+    struct world *w = ctx;
+    (void)i;
+    return w->b->ops->index_query(w->b->s, &w->query);
+}
+static int call_select(void *ctx, int i)
+{
+    struct world *w = ctx;
+    (void)i;
+    return w->b->ops->index_select(w->b->s, &w->sel);
+}
+static int call_attention(void *ctx, int i)
+{
+    struct world *w = ctx;
+    (void)i;
+    return w->b->ops->attention(w->b->s, &w->att);
+}
+
+static void bench_query(struct bench *b, int32_t T, const char *goal)
+{
+    struct world w = {.b = b};
+    char shape[64];
+    if (!bench_wants(b, "index_query")) return;
+    snprintf(shape, sizeof shape, "%d x 64 x 128, fp4", T);
+    w.query = (struct kern_index_query){.q = bench_random(b, (double)T * H * W, KERN_BF16, 1),
+                                        .cos = bench_random(b, (double)T * RD / 2, KERN_F32, 0.5f),
+                                        .sin = bench_random(b, (double)T * RD / 2, KERN_F32, 0.5f),
+                                        .T = T,
+                                        .H = H,
+                                        .w = W,
+                                        .rd = RD,
+                                        .fmt = KERN_IK_FP4,
+                                        .act = KERN_BF16};
+    bench_run(b, &(struct bench_case){.name = "index_query",
+                                      .shape = shape,
+                                      .call = call_query,
+                                      .ctx = &w,
+                                      .bytes = (double)T * (H * W * 4 + RD * 4),
+                                      .goal = goal});
+    bench_free_all(b);
+}
+
+static void bench_select(struct bench *b, enum kern_ik_fmt ik, int32_t B, int32_t n_rows,
+                         int32_t context, const char *goal)
+{
+    static const char *const names[] = {"fp4", "fp8", "bf16"};
+    struct world w;
+    char shape[64];
+    if (!bench_wants(b, "index_select")) return;
+    world_open(&w, b, ik, B, n_rows, context);
+    snprintf(shape, sizeof shape, "%s, %d x %d at %d", names[ik], B, n_rows, context);
+    const double key = ik == KERN_IK_FP4 ? 68 : ik == KERN_IK_FP8 ? 132 : 256, T = w.T;
+    const double seen = (context - n_rows / 2.0) / 4; /* entries of a row, on average */
+    w.sel = (struct kern_index_select){.q = bench_random(b, T * H * W, KERN_BF16, 1),
+                                       .wt = bench_random(b, T * H, KERN_BF16, 1),
+                                       .factor = 0.011f,
+                                       .pages = w.pages,
+                                       .layout = &w.l,
+                                       .layer = C4,
+                                       .seqs = w.seqs,
+                                       .n_seqs = B,
+                                       .T = w.T,
+                                       .H = H,
+                                       .selected = bench_alloc(b, T * TOPK * 4),
+                                       .n_selected = bench_alloc(b, T * 4),
+                                       .sel_ld = TOPK,
+                                       .act = KERN_BF16};
+    bench_run(b, &(struct bench_case){.name = "index_select",
+                                      .shape = shape,
+                                      .call = call_select,
+                                      .ctx = &w,
+                                      .bytes = B * key * context / 4 + T * (H * W * 2 + TOPK * 4),
+                                      .flops = 2.0 * H * W * seen * T,
+                                      .flops_second = BF16_FLOPS,
+                                      .goal = goal});
+    world_close(&w);
+}
+
+static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_rows, int32_t context,
+                            const char *goal)
+{
+    static const char *const names[] = {"c4", "c128", "window"};
+    struct world w;
+    char shape[64];
+    if (!bench_wants(b, "attention")) return;
+    world_open(&w, b, KERN_IK_FP8, B, n_rows, context);
+    snprintf(shape, sizeof shape, "%s, %d x %d at %d", names[layer], B, n_rows, context);
+    const double T = w.T;
+    double keys = 0;
+    int32_t *sel = malloc((size_t)w.T * TOPK * 4), *n_sel = malloc((size_t)w.T * 4);
+    static uint64_t seed = 11;
+    if (!sel || !n_sel) exit(1);
+    for (int32_t t = 0; t < w.T; t++) {
+        const int64_t pos = context - n_rows + t % n_rows;
+        const int64_t n = layer == WINDOW ? 0 : (pos + 1) / (layer == C4 ? 4 : 128);
+        n_sel[t] = (int32_t)(n < TOPK ? n : TOPK);
+        for (int64_t i = 0; i < n_sel[t]; i++) /* one in each of as many equal parts */
+            sel[t * (int64_t)TOPK + i] =
+                (int32_t)(i * n / n_sel[t] +
+                          (int64_t)(bench_next(&seed) % (uint64_t)(n / n_sel[t])));
+        keys += (double)(pos < 127 ? pos + 1 : 128) + (double)(layer == C4 ? n_sel[t] : n);
+    }
+    w.att = (struct kern_attention){.q = bench_random(b, T * H * D, KERN_BF16, 1),
+                                    .kv = bench_random(b, T * D, KERN_BF16, 1),
+                                    .sink = bench_random(b, H, KERN_F32, 1),
+                                    .o = bench_alloc(b, T * H * D * 2),
+                                    .pages = w.pages,
+                                    .layout = &w.l,
+                                    .layer = layer,
+                                    .seqs = w.seqs,
+                                    .n_seqs = B,
+                                    .sel_ld = TOPK,
+                                    .T = w.T,
+                                    .H = H,
+                                    .scale = 0.0442f,
+                                    .act = KERN_BF16};
+    if (layer == C4) {
+        w.att.selected = bench_send(b, sel, (size_t)w.T * TOPK * 4);
+        w.att.n_selected = bench_send(b, n_sel, (size_t)w.T * 4);
+    }
+    free(sel), free(n_sel);
+    /* Keys that rows share are read once: where a chunk's rows choose, all of them are. */
+    const double entries = layer == WINDOW ? 0 : context / (layer == C4 ? 4.0 : 128.0);
+    const double read = n_rows == 1 ? keys : B * (entries + 128 + n_rows);
+    bench_run(b, &(struct bench_case){.name = "attention",
+                                      .shape = shape,
+                                      .call = call_attention,
+                                      .ctx = &w,
+                                      .bytes = read * ENTRY + T * H * D * 4,
+                                      .flops = 4.0 * H * D * keys,
+                                      .flops_second = BF16_FLOPS,
+                                      .goal = goal});
+    world_close(&w);
+}
+
+int main(int argc, char **argv)
+{
+    enum { K = 1024 };
+    struct bench b;
+    int rc = bench_open(&b, argc, argv);
+    if (rc) return rc;
+    bench_query(&b, 128, "<= 5 us");
+    bench_query(&b, 8192, "<= 1.2 x");
+    bench_select(&b, KERN_IK_FP8, 1, 1, 64 * K, NULL);
+    bench_select(&b, KERN_IK_FP8, 1, 1, 1024 * K, "<= 14 + 15 us");
+    bench_select(&b, KERN_IK_FP8, 32, 1, 64 * K, NULL);
+    bench_select(&b, KERN_IK_FP8, 32, 1, 512 * K, "<= 1.25 x + 15 us");
+    bench_select(&b, KERN_IK_FP8, 128, 1, 64 * K, NULL);
+    bench_select(&b, KERN_IK_FP4, 1, 1, 1024 * K, NULL);
+    bench_select(&b, KERN_IK_FP4, 32, 1, 64 * K, NULL);
+    bench_select(&b, KERN_IK_FP4, 128, 1, 64 * K, NULL);
+    bench_select(&b, KERN_IK_BF16, 32, 1, 64 * K, NULL);
+    bench_select(&b, KERN_IK_FP8, 1, 8192, 64 * K, "<= 2.2 ms of scores");
+    bench_select(&b, KERN_IK_FP4, 1, 8192, 64 * K, NULL);
+    bench_attention(&b, C4, 1, 1, 64 * K, NULL);
+    bench_attention(&b, C4, 32, 1, 64 * K, NULL);
+    bench_attention(&b, C4, 128, 1, 64 * K, "<= 25 us");
+    bench_attention(&b, C128, 1, 1, 64 * K, NULL);
+    bench_attention(&b, C128, 32, 1, 64 * K, NULL);
+    bench_attention(&b, C128, 32, 1, 1024 * K, NULL);
+    bench_attention(&b, WINDOW, 128, 1, 8 * K, NULL);
+    bench_attention(&b, C4, 1, 8192, 64 * K, "<= 1.4 ms");
+    bench_attention(&b, C128, 1, 8192, 64 * K, ">= 550 TFLOP/s");
+    bench_attention(&b, WINDOW, 1, 8192, 8 * K, ">= 550 TFLOP/s");
+    return bench_close(&b);
+}
