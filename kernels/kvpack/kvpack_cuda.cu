@@ -251,7 +251,7 @@ static __device__ __forceinline__ void update_overlap(const struct compress &a,
 }
 
 template <int N, int V>
-static __global__ void __launch_bounds__(N) overlap_kernel(struct compress a)
+static __global__ void __launch_bounds__(N, 512 / N) overlap_kernel(struct compress a)
 {
     extern __shared__ __align__(16) float row[];
     __shared__ struct tasks found;
