@@ -16,6 +16,7 @@
 #include "common/text/json.h"
 #include "common/text/tokenizer.h"
 #include "deploy/ctl/eval.h"
+#include "deploy/ctl/explain.h"
 #include "router/http_conn.h"
 
 #include <arpa/inet.h>
@@ -156,6 +157,21 @@ static int run_eval(void *arg, struct tow_err *err)
     return ctl_eval_run(&e, err);
 }
 
+static int run_explain(void *arg, struct tow_err *err)
+{
+    struct text_record record = {0};
+    struct ctl_explain_report report;
+    const struct ctl_explain e = {.model_dir = "tests/golden/data/native/checkpoint",
+                                  .device = "cpu",
+                                  .n_threads = 1,
+                                  .record = &record,
+                                  .only = "again,batch,handover,index.fp8"};
+    int rc = text_record_load(&record, arg, err);
+    if (rc == 0) rc = ctl_explain_run(&e, &report, err);
+    text_record_fini(&record);
+    return rc;
+}
+
 static int load_tokenizer(void *arg, struct tow_err *err)
 {
     struct text_tokenizer *t = NULL;
@@ -205,6 +221,12 @@ static void test_alloc__eval(void **state)
     snprintf(path, sizeof path, "/tmp/towpath-alloc-test-%d.safetensors", (int)getpid());
     torture("eval", run_eval, path);
     unlink(path);
+}
+
+static void test_alloc__explain(void **state)
+{
+    (void)state;
+    torture("explain", run_explain, "tests/fuzz/corpus/record/whole.json");
 }
 
 static void test_alloc__text(void **state)
@@ -287,6 +309,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_alloc__opening_a_model),
         cmocka_unit_test(test_alloc__eval),
+        cmocka_unit_test(test_alloc__explain),
         cmocka_unit_test(test_alloc__text),
         cmocka_unit_test(test_alloc__listeners_do_not_go_deaf),
     };
