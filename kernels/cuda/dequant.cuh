@@ -8,7 +8,7 @@
  *            4-bit   eight codes; pair j = codes 2j, 2j+1 in the lower and the upper half, where a
  *                    code's sign and its three other bits lie at
  *                      pair 0: 15; 8 7 6     pair 1: 12; 5 4 3     (one shift and a mask, as a bf16
- *                      pair 2:  9; 2 1 0     pair 3: 14; 11 10 13   wants 15; 8 7 6)
+ *                      pair 2:  9; 2 1 0     pair 3: 13; 11 10 14   wants 15; 8 7 6)
  *          and MXFP4 scales: byte b becomes b + 110, the exponent of dev_e2m1x8's factor.
  *          Behind the scales of these three formats lies a byte for each row, 1 if a code or a scale
  *          of it is NaN (cuda_nan_rows): NaN codes convert to numbers here, and such a row's sums are
@@ -70,7 +70,8 @@ static __device__ __forceinline__ void dev_e2m1x8(uint32_t v, uint32_t factor, u
     p[0] = v & 0x81c081c0u; /* the value times 2^-126 */
     p[1] = v << 3 & 0x81c081c0u;
     p[2] = v << 6 & 0x81c081c0u;
-    p[3] = (v << 1 & 0x80008000u) | (v >> 3 & 0x01800180u) | (v >> 7 & 0x00400040u);
+    /* Three left shifts at once: sign by 10, exponent by 5, mantissa by 0; no two bits meet. */
+    p[3] = ((v >> 8 & 0x006c006cu) * 0x421u) & 0x81c081c0u;
 #pragma unroll
     for (int j = 0; j < 4; j++) p[j] = dev_mul_bf16x2(p[j], factor);
 }
@@ -97,7 +98,7 @@ static __device__ __forceinline__ float dev_e2m1_in(uint32_t word, int i)
     const uint32_t h = word >> (i % 2 * 16);
     const uint32_t c[4] = {(h >> 12 & 8u) | (h >> 6 & 7u), (h >> 9 & 8u) | (h >> 3 & 7u),
                            (h >> 6 & 8u) | (h & 7u),
-                           (h >> 11 & 8u) | (h >> 9 & 6u) | (h >> 13 & 1u)};
+                           (h >> 10 & 8u) | (h >> 9 & 6u) | (h >> 14 & 1u)};
     return dev_e2m1_decode(i < 2 ? c[0] : i < 4 ? c[1] : i < 6 ? c[2] : c[3]);
 }
 

@@ -24,7 +24,7 @@ static __device__ uint32_t spread_nibbles(uint32_t v)
         const uint32_t h = i < 2   ? s << 15 | m << 6
                            : i < 4 ? s << 12 | m << 3
                            : i < 6 ? s << 9 | m
-                                   : s << 14 | m >> 1 << 10 | (m & 1u) << 13;
+                                   : s << 13 | m >> 1 << 10 | (m & 1u) << 14;
         out |= h << half;
     }
     return out;
