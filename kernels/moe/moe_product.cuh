@@ -46,18 +46,25 @@ template <enum kern_wfmt F, int NT, bool TWO> struct moe_shape {
         X_AT = SCALES_AT + 2 * ROWS * SCALES,
         X1_AT = X_AT + TOKENS * X,
         STAGE = X1_AT + (TWO ? TOKENS * X : 0),
+        TOGETHER = NT >= 4 ? 2 : 1, /* groups of eight pairs between two branches */
         PER_SM = NT >= 8          ? 1
                  : NT >= 4 || TWO ? 2
                                   : 3, /* blocks meant to share a multiprocessor */
     };
 };
 
+/* 16 bytes past the first-level cache, 4 or 8 through it: their neighbours come next. */
 template <int N> static __device__ __forceinline__ void moe_copy(void *to, const void *from)
 {
-    asm volatile(
-        "cp.async.ca.shared.global [%0], [%1], %2;" ::"r"((uint32_t)__cvta_generic_to_shared(to)),
-        "l"(__cvta_generic_to_global(from)), "n"(N)
-        : "memory");
+    const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+    if (N == 16)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at),
+                     "l"(__cvta_generic_to_global(from))
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(at),
+                     "l"(__cvta_generic_to_global(from)), "n"(N)
+                     : "memory");
 }
 /* All but the newest n groups of this thread have landed. */
 static __device__ __forceinline__ void moe_wait(int n)
@@ -84,61 +91,111 @@ struct moe_job {
     int32_t n;                         /* pairs */
 };
 
-/* Codes, scales and x of stage `it`, to shared memory at `to`. */
-template <enum kern_wfmt F, int NT, bool TWO>
-static __device__ __forceinline__ void moe_load(const struct moe_product &p,
-                                                const struct moe_job &j, const int32_t *x_row,
-                                                int it, uint8_t *to)
-{
+/* What a thread fetches for each stage. */
+template <enum kern_wfmt F, int NT, bool TWO> struct moe_reader {
     using S = moe_shape<F, NT, TWO>;
     enum {
-        PIECES = S::CODES / 16,
+        PIECES = S::CODES / 16, /* of a weight row */
         ROWS_AT_ONCE = S::THREADS / PIECES,
         X_PIECES = S::X / 16,
+        X_EACH = S::TOKENS * X_PIECES / S::THREADS,
     };
-    const int tid = threadIdx.x;
-    {
-        const int r = tid / PIECES, c = tid % PIECES;
-        const int64_t off = (int64_t)it * S::CODES + c * 16;
+    const uint8_t *code[2], *scale; /* whole: of the next stage */
+    uint32_t x[X_EACH];             /* its pieces in the first stage, counted in pieces from x0 */
+    bool whole;                     /* all of the block's weights are there, in every stage */
+};
+
+template <enum kern_wfmt F, int NT, bool TWO>
+static __device__ __forceinline__ void
+moe_reader_init(struct moe_reader<F, NT, TWO> *r, const struct moe_product &p,
+                const struct moe_job &j, const int32_t *x_row, int n_it)
+{
+    using S = moe_shape<F, NT, TWO>;
+    using R = moe_reader<F, NT, TWO>;
+    const int tid = threadIdx.x, row = tid % S::ROWS;
+    r->whole = j.left[0] >= S::ROWS && j.left[1] >= S::ROWS &&
+               p.a.row_bytes == (int64_t)n_it * S::CODES &&
+               (S::SCALES == 0 || p.a.scale_bytes == (int64_t)n_it * S::SCALES);
 #pragma unroll
-        for (int m = 0; m < 2; m++)
+    for (int m = 0; m < 2; m++)
+        r->code[m] = j.data[m] + tid / R::PIECES * p.a.row_bytes + tid % R::PIECES * 16;
+    r->scale = (tid < S::ROWS ? j.scale[0] : j.scale[1]) + row * p.a.scale_bytes;
 #pragma unroll
-            for (int i = 0; i < S::ROWS; i += ROWS_AT_ONCE) {
-                const int row = r + i;
-                const bool real = row < j.left[m] && off < p.a.row_bytes;
-                const int swizzled = S::BLOCKS == 2 ? c ^ (row & 1) << 2 : c;
-                dev_copy16(to + (m * S::ROWS + row) * S::CODES + swizzled * 16,
-                           real ? j.data[m] + row * p.a.row_bytes + off : j.data[0], real);
-            }
-    }
-    if (S::SCALES > 0) { /* a thread for each row */
-        const int m = tid / S::ROWS, row = tid % S::ROWS;
-        const int64_t off = (int64_t)it * S::SCALES;
-        const int32_t left = m ? j.left[1] : j.left[0];
-        const uint8_t *from = (m ? j.scale[1] : j.scale[0]) + row * p.a.scale_bytes + off;
-        uint8_t *dst = to + S::SCALES_AT + tid * S::SCALES;
-        if (row < left && p.a.scale_bytes % (S::SCALES ? S::SCALES : 1) == 0 &&
-            off < p.a.scale_bytes) {
-            moe_copy<S::SCALES ? S::SCALES : 4>(dst, from);
-        } else {
-            for (int i = 0; i < S::SCALES; i++)
-                dst[i] = row < left && off + i < p.a.scale_bytes ? from[i] : 0;
-        }
-    }
-#pragma unroll
-    for (int i = 0; i < S::TOKENS * X_PIECES; i += S::THREADS) {
-        const int n = (i + tid) / X_PIECES, c = (i + tid) % X_PIECES;
-        if (n >= (j.n + 7) / 8 * 8) break;
-        const int64_t off = (int64_t)x_row[n] * p.kp + (int64_t)it * (S::X / 2) + c * 8;
-        uint8_t *dst = to + S::X_AT + n * S::X + moe_x_piece(n, c) * 16;
-        dev_copy16(dst, p.x0 + off, n < j.n);
-        if (TWO) dev_copy16(dst + S::X1_AT - S::X_AT, p.x1 + off, n < j.n);
+    for (int i = 0; i < R::X_EACH; i++) {
+        const int at = i * S::THREADS + tid;
+        r->x[i] = (uint32_t)((int64_t)x_row[at / R::X_PIECES] * (p.kp / 8)) + at % R::X_PIECES;
     }
 }
 
-/* The two warp-wide groups of 16 weight rows times all pairs, over a stage. scale: fp8's block scales of
- * the groups. */
+/* Codes and scales of stage `it` where some of them may be missing: those are zero. */
 template <enum kern_wfmt F, int NT, bool TWO>
+static __device__ __forceinline__ void moe_load_partly(const struct moe_product &p,
+                                                       const struct moe_job &j, int it, uint8_t *to)
+{
+    using S = moe_shape<F, NT, TWO>;
+    using R = moe_reader<F, NT, TWO>;
+    const int tid = threadIdx.x, c = tid % R::PIECES;
+    const int64_t code_at = (int64_t)it * S::CODES + c * 16, scale_at = (int64_t)it * S::SCALES;
+    for (int i = tid / R::PIECES; i < 2 * S::ROWS; i += R::ROWS_AT_ONCE) {
+        const int m = i / S::ROWS, row = i % S::ROWS;
+        const uint8_t *data = m ? j.data[1] : j.data[0];
+        const bool there = row < (m ? j.left[1] : j.left[0]) && code_at < p.a.row_bytes;
+        const int swizzled = S::BLOCKS == 2 ? c ^ (row & 1) << 2 : c;
+        dev_copy16(to + i * S::CODES + swizzled * 16,
+                   there ? data + row * p.a.row_bytes + code_at : j.data[0], there);
+    }
+    const int m = tid / S::ROWS, row = tid % S::ROWS; /* a thread for each row of scales */
+    const uint8_t *from = (m ? j.scale[1] : j.scale[0]) + row * p.a.scale_bytes + scale_at;
+    const bool there = row < (m ? j.left[1] : j.left[0]);
+    for (int i = 0; i < S::SCALES; i++)
+        to[S::SCALES_AT + tid * S::SCALES + i] =
+            there && scale_at + i < p.a.scale_bytes ? from[i] : 0;
+}
+
+/* Codes, scales and x of stage `it`, to shared memory at `to`; stages are asked for in order. */
+template <enum kern_wfmt F, int NT, bool TWO>
+static __device__ __forceinline__ void
+moe_load(const struct moe_product &p, const struct moe_job &j, struct moe_reader<F, NT, TWO> *r,
+         int it, uint8_t *to)
+{
+    using S = moe_shape<F, NT, TWO>;
+    using R = moe_reader<F, NT, TWO>;
+    const int tid = threadIdx.x;
+    if (r->whole) {
+        const int row = tid / R::PIECES, c = tid % R::PIECES;
+        uint8_t *dst = to + row * S::CODES + (S::BLOCKS == 2 ? c ^ (row & 1) << 2 : c) * 16;
+        static_assert(R::ROWS_AT_ONCE % 2 == 0, "a thread's rows are all odd or all even");
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const uint8_t *from = r->code[m];
+#pragma unroll
+            for (int i = 0; i < S::ROWS; i += R::ROWS_AT_ONCE) {
+                moe_copy<16>(dst + (m * S::ROWS + i) * S::CODES, from);
+                from += R::ROWS_AT_ONCE * p.a.row_bytes;
+            }
+            r->code[m] += S::CODES;
+        }
+        if (S::SCALES > 0) {
+            moe_copy<S::SCALES ? S::SCALES : 4>(to + S::SCALES_AT + tid * S::SCALES, r->scale);
+            r->scale += S::SCALES;
+        }
+    } else {
+        moe_load_partly<F, NT, TWO>(p, j, it, to);
+    }
+    const uint16_t *x0 = p.x0 + (int64_t)it * (S::X / 2), *x1 = p.x1 + (int64_t)it * (S::X / 2);
+#pragma unroll
+    for (int i = 0; i < R::X_EACH; i++) {
+        const int n = (i * S::THREADS + tid) / R::X_PIECES, c = tid % R::X_PIECES;
+        if (NT > 1 && n >= (j.n + 7) / 8 * 8) break;
+        uint8_t *dst = to + S::X_AT + n * S::X + moe_x_piece(n, c) * 16;
+        dev_copy16(dst, x0 + (size_t)r->x[i] * 8, n < j.n);
+        if (TWO) dev_copy16(dst + S::X1_AT - S::X_AT, x1 + (size_t)r->x[i] * 8, n < j.n);
+    }
+}
+
+/* The two warp-wide groups of 16 weight rows times all pairs, over a stage; n_groups of eight pairs, all
+ * NT if FULL. scale: fp8's block scales of the groups. */
+template <enum kern_wfmt F, int NT, bool TWO, bool FULL>
 static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_groups,
                                                    const float (&scale)[2], float (&acc)[2][NT][4])
 {
@@ -199,21 +256,25 @@ static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_g
                 a[r >> 1][1][r & 1] = v[2], a[r >> 1][1][2 + (r & 1)] = v[3];
             }
 #pragma unroll
-            for (int i = 0; i < NT; i++) {
-                if (i > 0 && i >= n_groups) break;
-                const int n = i * 8 + g, c = moe_x_piece(n, kb * 16 + t * 4 + j);
-                const uint4 x0 = *(const uint4 *)(stage + S::X_AT + n * S::X + c * 16);
-                uint4 x1 = x0;
-                if (TWO) x1 = *(const uint4 *)(stage + S::X1_AT + n * S::X + c * 16);
-                const uint32_t b0[2][2] = {{x0.x, x0.y}, {x0.z, x0.w}};
-                const uint32_t b1[2][2] = {{x1.x, x1.y}, {x1.z, x1.w}};
-                float *c0 = F == KERN_W_FP8 ? part[0][i] : acc[0][i];
-                float *c1 = F == KERN_W_FP8 ? part[1][i] : acc[1][i];
+            for (int i0 = 0; i0 < NT; i0 += S::TOGETHER) {
+                if (!FULL && i0 > 0 && i0 >= n_groups) break;
+                uint4 x0[S::TOGETHER], x1[S::TOGETHER];
 #pragma unroll
-                for (int step = 0; step < 2; step++) {
-                    dev_mma(c0, a[0][step], b0[step]);
-                    dev_mma(c1, a[1][step], b1[step]);
+                for (int i = 0; i < S::TOGETHER; i++) {
+                    const int n = (i0 + i) * 8 + g, c = moe_x_piece(n, kb * 16 + t * 4 + j);
+                    x0[i] = *(const uint4 *)(stage + S::X_AT + n * S::X + c * 16);
+                    if (TWO) x1[i] = *(const uint4 *)(stage + S::X1_AT + n * S::X + c * 16);
                 }
+#pragma unroll
+                for (int step = 0; step < 2; step++)
+#pragma unroll
+                    for (int i = 0; i < S::TOGETHER; i++) {
+                        const uint4 x = TWO ? x1[i] : x0[i];
+                        const uint32_t b0[2] = {step ? x0[i].z : x0[i].x, step ? x0[i].w : x0[i].y};
+                        const uint32_t b1[2] = {step ? x.z : x.x, step ? x.w : x.y};
+                        dev_mma(F == KERN_W_FP8 ? part[0][i0 + i] : acc[0][i0 + i], a[0][step], b0);
+                        dev_mma(F == KERN_W_FP8 ? part[1][i0 + i] : acc[1][i0 + i], a[1][step], b1);
+                    }
             }
         }
         if (F == KERN_W_FP8) {
@@ -276,23 +337,29 @@ static __global__ void __launch_bounds__(moe_shape<F, NT, TWO>::THREADS,
     __syncthreads();
 
     const int n_it = p.kp / (128 * S::BLOCKS), n_groups = (tile.n + 7) / 8;
+    struct moe_reader<F, NT, TWO> reader;
+    moe_reader_init(&reader, p, j, x_row, n_it);
     float acc[2][NT][4] = {}, scale[2] = {1.0f, 1.0f};
     int load_at = 0, at_stage = 0;
     for (int it = 0; it < stages - 1; it++, load_at++) {
-        if (it < n_it) moe_load<F, NT, TWO>(p, j, x_row, it, shared + (size_t)load_at * S::STAGE);
+        if (it < n_it) moe_load<F, NT, TWO>(p, j, &reader, it, shared + load_at * S::STAGE);
         dev_copy_commit();
     }
     for (int it = 0; it < n_it; it++) {
         moe_wait(stages - 2);
         __syncthreads(); /* stage `it` is there for all, and none still reads the one before */
         if (it + stages - 1 < n_it)
-            moe_load<F, NT, TWO>(p, j, x_row, it + stages - 1, shared + (size_t)load_at * S::STAGE);
+            moe_load<F, NT, TWO>(p, j, &reader, it + stages - 1, shared + load_at * S::STAGE);
         dev_copy_commit();
         if (F == KERN_W_FP8 && (int64_t)it * 128 < p.k) {
             scale[0] = moe_block_scale(p.a, j.scale[0], first[0], it);
             scale[1] = j.left[1] > 0 ? moe_block_scale(p.b, j.scale[1], first[1], it) : 0.0f;
         }
-        moe_compute<F, NT, TWO>(shared + (size_t)at_stage * S::STAGE, n_groups, scale, acc);
+        const uint8_t *stage = shared + at_stage * S::STAGE;
+        if (NT >= 8 && n_groups == NT)
+            moe_compute<F, NT, TWO, true>(stage, n_groups, scale, acc);
+        else
+            moe_compute<F, NT, TWO, false>(stage, n_groups, scale, acc);
         if (++load_at == stages) load_at = 0;
         if (++at_stage == stages) at_stage = 0;
     }
