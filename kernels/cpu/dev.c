@@ -23,7 +23,12 @@
 #include <unistd.h>
 #endif
 
-enum { MAX_THREADS = 256, SPIN_ROUNDS = 200 };
+enum {
+    MAX_THREADS = 256,
+    /* A tenth of a millisecond or two: longer than what a decode step does between two shared ops,
+     * since on a virtual machine it takes as long to wake a thread that sleeps. */
+    SPIN_ROUNDS = 4000
+};
 
 struct kern_stream {
     enum kern_cpu_isa isa;
