@@ -179,9 +179,11 @@ int kern_stream_threads(const struct kern_stream *s)
 /* The kernel keeps tile registers only for processes that asked for them; it may also refuse. */
 static bool has_amx(void)
 {
-    enum { TILE_AND_BF16 = 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    enum { TILE_AND_BF16 = 1 << 24 | 1 << 22, GFNI_AND_VBMI = 1 << 8 | 1 << 1 };
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_BF16) != TILE_AND_BF16)
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_BF16) != TILE_AND_BF16 ||
+        (c & GFNI_AND_VBMI) != GFNI_AND_VBMI)
         return false;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
