@@ -136,7 +136,8 @@ endif
 # (kernels/cpu/dev.c, common/base/hash.c).
 ISA_avx512 := -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mavx2 -mf16c -mprefer-vector-width=512
 ISA_avx2   := -mavx2 -mfma -mf16c
-ISA_amx    := $(ISA_avx512) -mamx-tile -mamx-bf16 -DKERN_BUILD_AMX
+# Every processor with AMX has the byte operations too.
+ISA_amx    := $(ISA_avx512) -mavx512vbmi -mgfni -mamx-tile -mamx-bf16 -DKERN_BUILD_AMX
 ifeq ($(VARIANT),fuzz)
 # No fuzzer reaches a kernel, and clang needs minutes to instrument the vector copies. The plain ones stay.
 ISA_avx512 += -fno-sanitize=all

@@ -1,10 +1,11 @@
 /* kernels/cpu/dev.c - the CPU device: its team of threads, its scratch, and the op table.
  *
  * A job is published by raising `round`; workers see it while they spin or are woken through the
- * condition. Parts are handed out by one counter, so a slow core takes fewer. The driver takes
- * parts too and then waits for the workers in the same way: a short spin, then the condition. Work
- * stealing and fixed shares were rejected: parts are coarse enough for one counter, and fixed
- * shares wait for the slowest core.
+ * condition. Each thread begins with an equal share of neighbouring parts, so that what it fetches
+ * ahead is its own next part, and then takes parts from the ends of the others' shares, so that a
+ * slow core does fewer. The driver takes parts too and then waits for the workers in the same way:
+ * a short spin, then the condition. One counter for all was slower: neighbours went to different
+ * cores, which fetched them twice.
  */
 #include "kernels/cpu/team.h"
 
@@ -24,7 +25,17 @@
 #include <unistd.h>
 #endif
 
-enum { MAX_THREADS = 256, SPIN_ROUNDS = 200 };
+enum {
+    MAX_THREADS = 256,
+    /* A tenth of a millisecond or two: longer than what a decode step does between two shared ops,
+     * since on a virtual machine it takes as long to wake a thread that sleeps. */
+    SPIN_ROUNDS = 4000
+};
+
+/* A thread's share of the parts: the next one in the lower half, the end in the upper. */
+struct share {
+    _Alignas(64) _Atomic uint64_t left;
+};
 
 struct kern_stream {
     struct kern_head head; /* first */
@@ -35,9 +46,9 @@ struct kern_stream {
 
     kern_part_fn *fn;
     void *arg;
-    int64_t n_parts;
-    _Atomic int64_t next;
-    _Atomic int pending; /* workers not yet back from this round */
+    int64_t base;         /* of the parts now shared out */
+    struct share *shares; /* owned; [n_threads] */
+    _Atomic int pending;  /* workers not yet back from this round */
     _Atomic unsigned round;
     _Atomic int sleepers; /* workers in, or about to enter, the wait for a round */
     _Atomic bool driver_sleeps;
@@ -68,12 +79,27 @@ static void relax(void)
 #endif
 }
 
+/* The owner takes from the front, others from the end. -1: nothing left. */
+static int64_t take_part(struct share *h, bool owner)
+{
+    uint64_t v = atomic_load_explicit(&h->left, memory_order_relaxed), after;
+    uint32_t next, end;
+    do {
+        next = (uint32_t)v;
+        end = (uint32_t)(v >> 32);
+        if (next >= end) return -1;
+        after = owner ? v + 1 : v - ((uint64_t)1 << 32);
+    } while (!atomic_compare_exchange_weak_explicit(&h->left, &v, after, memory_order_relaxed,
+                                                    memory_order_relaxed));
+    return owner ? next : end - 1;
+}
+
 static void run_parts(struct kern_stream *s, int thread)
 {
-    for (;;) {
-        int64_t i = atomic_fetch_add_explicit(&s->next, 1, memory_order_relaxed);
-        if (i >= s->n_parts) return;
-        s->fn(s->arg, i, thread);
+    for (int i = 0; i < s->n_threads; i++) {
+        struct share *h = &s->shares[(thread + i) % s->n_threads];
+        for (int64_t part; (part = take_part(h, i == 0)) >= 0;)
+            s->fn(s->arg, s->base + part, thread);
     }
 }
 
@@ -119,16 +145,14 @@ static void publish_round(struct kern_stream *s)
     }
 }
 
-void kern_parallel(struct kern_stream *s, int64_t n_parts, kern_part_fn *fn, void *arg)
+static void run_round(struct kern_stream *s, int64_t base, uint32_t n)
 {
-    if (s->n_threads == 1 || n_parts <= 1) {
-        for (int64_t i = 0; i < n_parts; i++) fn(arg, i, 0);
-        return;
+    s->base = base;
+    for (int i = 0; i < s->n_threads; i++) {
+        uint64_t begin = (uint64_t)n * (unsigned)i / (unsigned)s->n_threads,
+                 end = (uint64_t)n * (unsigned)(i + 1) / (unsigned)s->n_threads;
+        atomic_store_explicit(&s->shares[i].left, end << 32 | begin, memory_order_relaxed);
     }
-    s->fn = fn;
-    s->arg = arg;
-    s->n_parts = n_parts;
-    atomic_store_explicit(&s->next, 0, memory_order_relaxed);
     atomic_store(&s->pending, s->n_threads - 1);
     publish_round(s);
     run_parts(s, 0);
@@ -141,6 +165,18 @@ void kern_parallel(struct kern_stream *s, int64_t n_parts, kern_part_fn *fn, voi
     while (atomic_load(&s->pending) > 0) pthread_cond_wait(&s->done, &s->lock);
     atomic_store(&s->driver_sleeps, false);
     pthread_mutex_unlock(&s->lock);
+}
+
+void kern_parallel(struct kern_stream *s, int64_t n_parts, kern_part_fn *fn, void *arg)
+{
+    if (s->n_threads == 1 || n_parts <= 1) {
+        for (int64_t i = 0; i < n_parts; i++) fn(arg, i, 0);
+        return;
+    }
+    s->fn = fn;
+    s->arg = arg;
+    for (int64_t base = 0; base < n_parts; base += INT32_MAX)
+        run_round(s, base, n_parts - base < INT32_MAX ? (uint32_t)(n_parts - base) : INT32_MAX);
 }
 
 void *kern_scratch(struct kern_stream *s, enum kern_slot slot, size_t bytes)
@@ -177,9 +213,11 @@ int kern_stream_threads(const struct kern_stream *s)
 /* The kernel keeps tile registers only for processes that asked for them; it may also refuse. */
 static bool has_amx(void)
 {
-    enum { TILE_AND_BF16 = 1 << 24 | 1 << 22, ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
+    enum { TILE_AND_BF16 = 1 << 24 | 1 << 22, GFNI_AND_VBMI = 1 << 8 | 1 << 1 };
+    enum { ARCH_REQ_XCOMP_PERM = 0x1023, XTILEDATA = 18 };
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_BF16) != TILE_AND_BF16)
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILE_AND_BF16) != TILE_AND_BF16 ||
+        (c & GFNI_AND_VBMI) != GFNI_AND_VBMI)
         return false;
     return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XTILEDATA) == 0;
 }
@@ -262,6 +300,7 @@ static void stop_team(struct kern_stream *s)
     publish_round(s);
     for (int i = 0; i < s->n_started; i++) pthread_join(s->threads[i], NULL);
     for (int i = 0; i < KERN_N_SLOTS; i++) free(s->slot[i].mem);
+    free(s->shares);
     pthread_cond_destroy(&s->done);
     pthread_cond_destroy(&s->wake);
     pthread_mutex_destroy(&s->lock);
@@ -369,6 +408,11 @@ int kern_dev_open_cpu(struct kern_dev **out, int n_threads, enum kern_cpu_isa is
     dev->head.backend = s->head.backend = &cpu_backend;
     s->isa = isa;
     s->n_threads = n_threads;
+    s->shares = aligned_alloc(_Alignof(struct share), (size_t)n_threads * sizeof *s->shares);
+    if (!s->shares) {
+        free(dev);
+        return tow_fail(err, TOW_ENOMEM, "no memory for the cpu device");
+    }
     pthread_mutex_init(&s->lock, NULL);
     pthread_cond_init(&s->wake, NULL);
     pthread_cond_init(&s->done, NULL);

@@ -2,8 +2,8 @@
  *
  * Why      Every CPU op splits its work into parts; which thread runs which part never changes a
  *          bit.
- * Owner    One thread drives a stream; it takes parts too. Workers spin for a few microseconds
- *          between ops, then sleep.
+ * Owner    One thread drives a stream; it takes parts too. Workers spin for a tenth of a
+ *          millisecond or two between ops, then sleep.
  */
 #ifndef KERN_CPU_TEAM_H
 #define KERN_CPU_TEAM_H

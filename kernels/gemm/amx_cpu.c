@@ -18,8 +18,7 @@
 enum {
     QUARTERS = 4, /* of a run: 32 values each, a tile wide */
     STRIPS = 2,
-    TILE = 16 * 32, /* values */
-    RUN = QUARTERS * STRIPS * TILE,
+    RUN = KERN_AMX_ROWS * KERN_AMX_RUN, /* values of a converted one */
     ROWS_AT_ONCE = 8,
     RUNS_AHEAD = 4
 };
@@ -41,8 +40,7 @@ struct panel {
     /* Rows past the last are the first again; nobody reads their sums. */
     const uint8_t *row[KERN_AMX_ROWS];
     const uint8_t *row_scale[KERN_AMX_ROWS]; /* mxfp4: their scale codes */
-    bool last;                               /* the rows after these are somebody else's */
-    uint16_t *scale;      /* fp8: [2][blocks], what is added to a bf16 exponent */
+    uint16_t *less;       /* fp8: [2][blocks], what is subtracted from a raised bf16 exponent */
     int split;            /* fp8: rows from here on have the second scales */
     int64_t runs, blocks; /* of a row: KERN_AMX_RUN values, values of one scale */
     bool by_value;        /* a scale or a code that lanes cannot do */
@@ -92,7 +90,7 @@ static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, 
     int64_t block = fp8 ? 128 : 32;
     __m512i least = _mm512_set1_epi8(127), most = least;
     p->w = w;
-    p->scale = scratch;
+    p->less = scratch;
     p->runs = kern_amx_runs(w->k);
     p->blocks = (w->k + block - 1) / block;
     for (int64_t r = 0; r < KERN_AMX_ROWS; r++)
@@ -102,9 +100,8 @@ static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, 
         for (int64_t i = 0; i < 2 && n / 128 + i <= (n + nb - 1) / 128; i++) {
             const uint8_t *s = (const uint8_t *)w->scale + (n / 128 + i) * w->scale_row_bytes;
             code_range(s, p->blocks, &least, &most);
-            /* Codes stand at an exponent of 120; the scale's own bias is 127. */
             for (int64_t b = 0; b < p->blocks; b++)
-                p->scale[i * p->blocks + b] = (uint16_t)((s[b] - 7) * 128);
+                p->less[i * p->blocks + b] = (uint16_t)((120 + 127 - s[b]) * 128);
         }
     } else if (w->fmt == KERN_W_MXFP4) {
         for (int64_t r = 0; r < KERN_AMX_ROWS; r++) {
@@ -119,7 +116,7 @@ static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, 
     return !_mm512_cmplt_epu8_mask(least, low) && !_mm512_cmpgt_epu8_mask(most, high);
 }
 
-/* --- conversion of one run: out[quarter][strip][16][32] */
+/* --- conversion of one run: out[32 rows][128], a quarter of it being 32 values of each row */
 
 static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_t *out)
 {
@@ -135,13 +132,17 @@ static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_
                                           : kern_e2m1_value[kern_nibble(p->row[r], k)]);
             int quarter = w->fmt == KERN_W_FP8 ? i / 32 : i % 4;
             int lane = w->fmt == KERN_W_FP8 ? i % 32 : i / 4;
-            out[(quarter * STRIPS + r / 16) * TILE + r % 16 * 32 + lane] = kern_bf16_encode(v);
+            out[r * KERN_AMX_RUN + quarter * 32 + lane] = kern_bf16_encode(v);
         }
 }
 
-/* Bits of m/8 * 2^-6 as bf16, less those of 2^-7, where an exponent of zero would be; zero comes
- * from the scale. */
-static const int16_t subnormal[32] = {0, -256, -128, -64, 0, 32, 64, 96};
+/* Upper and lower bytes of the subnormal numbers of e4m3 as bf16 with 120 added to the exponent: m/8 * 2^-6,
+ * both signs of each, from place 2 on. Zero is 0. See fp8_to_bf16(). */
+static const uint8_t e4m3_low[2][64]
+    __attribute__((aligned(64))) = {{0, 0, 0x00, 0x00, 0x77, 0xf7, 0x77, 0xf7, 0x77, 0xf7, 0x78,
+                                     0xf8, 0x78, 0xf8, 0x78, 0xf8, 0x78, 0xf8},
+                                    {0, 0, 0x00, 0x00, 0x00, 0x00, 0x80, 0x80, 0xc0, 0xc0, 0x00,
+                                     0x00, 0x20, 0x20, 0x40, 0x40, 0x60, 0x60}};
 /* The sixteen codes of e2m1 as bf16 with 125 added to the exponent, twice; both zeros are 0. See
  * convert_mxfp4(). */
 static const uint16_t e2m1_high[32] = {
@@ -149,6 +150,11 @@ static const uint16_t e2m1_high[32] = {
     0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40, 0x0000, 0x7d80, 0x7e00, 0x7e40, 0x7e80, 0x7ec0,
     0x7f00, 0x7f40, 0x0000, 0xfd80, 0xfe00, 0xfe40, 0xfe80, 0xfec0, 0xff00, 0xff40};
 
+/* Which of 64 bytes are there if `left` are. */
+V_INLINE __mmask64 bytes_left(int64_t left)
+{
+    return left >= 64 ? ~(__mmask64)0 : left <= 0 ? 0 : ((__mmask64)1 << left) - 1;
+}
 /* Which of quarter q's 32 values are there if the run has `left`. */
 V_INLINE __mmask32 lanes_left(int64_t left, int q)
 {
@@ -156,17 +162,33 @@ V_INLINE __mmask32 lanes_left(int64_t left, int q)
     return n >= 32 ? 0xffffffffu : n <= 0 ? 0 : ((__mmask32)1 << n) - 1;
 }
 
-/* scale: bf16 exponent to add; the entry of zero in sub takes it back. */
-V_INLINE __m512i fp8_to_bf16(__m256i codes, __m512i sub, __m512i scale, __m512i *top)
+/* A bit matrix for eight bits at a time: row i is what is added up (exclusive or) to bit i. */
+#define BITS(b7, b6, b5, b4, b3, b2, b1, b0)                                                       \
+    ((uint64_t)(b7) | (uint64_t)(b6) << 8 | (uint64_t)(b5) << 16 | (uint64_t)(b4) << 24 |          \
+     (uint64_t)(b3) << 32 | (uint64_t)(b2) << 40 | (uint64_t)(b1) << 48 | (uint64_t)(b0) << 56)
+
+/* 64 codes, whose eights come in the order 0 4 1 5 2 6 3 7, to two times 32 numbers.
+ *
+ * The exponent code of a normal number is e + 120. Raised by another 120 it is e below four ones:
+ * its bits move, none are added. Turned left by one bit, codes of subnormal numbers and zero are
+ * the least ones, those of NaN the greatest; two added with wrap-around, these come first. What is
+ * less than 18 is looked up. 120 less the scale's exponent is subtracted with saturation, so that
+ * zero stays below the normal numbers, which is zero to the matrix unit. */
+V_INLINE void fp8_to_bf16(__m512i codes, __m512i less, uint16_t *out, __m512i *least)
 {
-    __m512i c = _mm512_cvtepi8_epi16(codes), at = _mm512_slli_epi16(c, 4);
-    __m512i v = _mm512_and_si512(at, _mm512_set1_epi16(0x7f0));
-    *top = _mm512_max_epu16(*top, v);
-    __mmask32 low = _mm512_testn_epi16_mask(c, _mm512_set1_epi16(0x78));
-    v = _mm512_mask_permutexvar_epi16(v, low, c, sub);
-    v = _mm512_add_epi16(v, scale);
-    return _mm512_ternarylogic_epi32(v, at, _mm512_set1_epi16((int16_t)0x8000),
-                                     0xf8); /* v | (at & top bit) */
+    const __m512i turn = _mm512_set1_epi64((int64_t)BITS(64, 32, 16, 8, 4, 2, 1, 128)),
+                  upper = _mm512_set1_epi64((int64_t)BITS(128, 0, 0, 0, 0, 64, 32, 16)),
+                  lower = _mm512_set1_epi64((int64_t)BITS(8, 4, 2, 1, 0, 0, 0, 0));
+    __m512i at =
+                _mm512_add_epi8(_mm512_gf2p8affine_epi64_epi8(codes, turn, 0), _mm512_set1_epi8(2)),
+            h = _mm512_gf2p8affine_epi64_epi8(codes, upper, 0x78),
+            l = _mm512_gf2p8affine_epi64_epi8(codes, lower, 0);
+    __mmask64 low = _mm512_cmplt_epu8_mask(at, _mm512_set1_epi8(18));
+    h = _mm512_mask_permutexvar_epi8(h, low, at, _mm512_load_si512(e4m3_low[0]));
+    l = _mm512_mask_permutexvar_epi8(l, low, at, _mm512_load_si512(e4m3_low[1]));
+    *least = _mm512_min_epu8(*least, at);
+    _mm512_storeu_si512(out, _mm512_subs_epu16(_mm512_unpacklo_epi8(l, h), less));
+    _mm512_storeu_si512(out + 32, _mm512_subs_epu16(_mm512_unpackhi_epi8(l, h), less));
 }
 
 /* From a run to what is fetched with it: a few runs on in the same row, or at the start of the next
@@ -175,40 +197,45 @@ V_INLINE int64_t ahead_of(const struct panel *p, int64_t run, int64_t run_bytes)
 {
     int64_t whole = p->w->k / KERN_AMX_RUN, to = run + RUNS_AHEAD;
     if (to < whole) return RUNS_AHEAD * run_bytes;
-    return p->last || to - whole >= whole
-               ? 0
-               : KERN_AMX_ROWS * p->w->row_bytes + (RUNS_AHEAD - whole) * run_bytes;
+    return to - whole >= whole ? 0
+                               : KERN_AMX_ROWS * p->w->row_bytes + (RUNS_AHEAD - whole) * run_bytes;
+}
+
+/* Rows of 4-bit codes are short, and several lie in a page, where the processor's own prefetching
+ * follows one: what is fetched with row r of a run lies after the panel, in memory's order. */
+V_INLINE const uint8_t *ahead_in_order(const struct panel *p, int64_t run, int r)
+{
+    return p->row[0] + KERN_AMX_ROWS * p->w->row_bytes + (run * KERN_AMX_ROWS + r) * 64;
 }
 
 /* whole: the run lies within the row. */
-V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *top,
+V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *least,
                           bool ahead, const bool whole)
 {
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
     const int64_t far = ahead ? ahead_of(p, run, KERN_AMX_RUN) : 0;
-    uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
-    __m512i t = *top;
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+    uint16_t *o = out + r0 * KERN_AMX_RUN;
+    __m512i seen = *least;
     for (int r = r0, end = r0 + ROWS_AT_ONCE; r < end;) {
         bool second = r >= p->split;
         int stop = !second && p->split < end ? p->split : end;
-        __m512i scale = _mm512_set1_epi16((int16_t)p->scale[(second ? p->blocks : 0) + run]);
-        __m512i sub =
-            _mm512_mask_sub_epi16(_mm512_loadu_si512(subnormal), 1, _mm512_setzero_si512(), scale);
-        for (; r < stop; r++, o += 32) {
+        __m512i less = _mm512_set1_epi16((int16_t)p->less[(second ? p->blocks : 0) + run]);
+        for (; r < stop; r++, o += KERN_AMX_RUN) {
             const uint8_t *d = p->row[r] + k;
             if (far) {
                 V_PREFETCH(d + far);
                 V_PREFETCH(d + far + 64);
             }
-#pragma GCC unroll 4
-            for (int q = 0; q < QUARTERS; q++) {
-                __m256i codes = whole ? _mm256_loadu_si256((const __m256i *)(d + q * 32))
-                                      : _mm256_maskz_loadu_epi8(lanes_left(left, q), d + q * 32);
-                _mm512_storeu_si512(o + q * STRIPS * TILE, fp8_to_bf16(codes, sub, scale, &t));
+#pragma GCC unroll 2
+            for (int i = 0; i < KERN_AMX_RUN; i += 64) {
+                __m512i codes = whole ? _mm512_loadu_si512(d + i)
+                                      : _mm512_maskz_loadu_epi8(bytes_left(left - i), d + i);
+                fp8_to_bf16(_mm512_permutexvar_epi64(order, codes), less, o + i, &seen);
             }
         }
     }
-    *top = t;
+    *least = seen;
 }
 
 /* A 16-bit lane holds four codes, one for each quarter: shifted down, its lowest four bits look up
@@ -219,7 +246,6 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
                             const bool whole)
 {
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
-    const int64_t far = ahead ? ahead_of(p, run, KERN_AMX_RUN / 2) : 0;
     const __m512i table = _mm512_loadu_si512(e2m1_high);
     /* Group i of the run has lanes 8i to 8i+7: its scale code to their upper bytes. */
     const __m512i where = _mm512_inserti64x4(
@@ -229,23 +255,22 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
                                 _mm_set1_epi16(0x0380), 1),
         1);
     const __m512i most = _mm512_set1_epi16((125 + 127) << 7);
-    uint16_t *o = out + r0 / 16 * TILE + r0 % 16 * 32;
-    if (ahead && r0 == 0 && !p->last) { /* four bytes of each row's scales; they lie together */
+    uint16_t *o = out + r0 * KERN_AMX_RUN;
+    if (ahead && r0 == 0) { /* four bytes of each row's scales; they lie together */
         V_PREFETCH(p->row_scale[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
         V_PREFETCH(p->row_scale[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k + 64);
     }
-    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += 32) {
+    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += KERN_AMX_RUN) {
         const uint8_t *d = p->row[r] + k / 2, *s = p->row_scale[r] + k / 32;
         int32_t four = 0;
-        if (far) V_PREFETCH(d + far);
+        if (ahead) V_PREFETCH(ahead_in_order(p, run, r));
         memcpy(&four, s, whole ? 4 : (size_t)(left / 32));
         __m512i scale = _mm512_srli_epi16(_mm512_shuffle_epi8(_mm512_set1_epi32(four), where), 1);
         __m512i w = whole ? _mm512_loadu_si512(d)
                           : _mm512_maskz_loadu_epi8(((__mmask64)1 << left / 2) - 1, d);
         __m512i less = _mm512_sub_epi16(most, scale);
 #define QUARTER(q, at)                                                                             \
-    _mm512_storeu_si512(o + (q)*STRIPS * TILE,                                                     \
-                        _mm512_subs_epu16(_mm512_permutexvar_epi16(at, table), less))
+    _mm512_storeu_si512(o + (q)*32, _mm512_subs_epu16(_mm512_permutexvar_epi16(at, table), less))
         QUARTER(0, w);
         QUARTER(1, _mm512_srli_epi16(w, 4));
         QUARTER(2, _mm512_srli_epi16(w, 8));
@@ -260,12 +285,12 @@ V_INLINE void convert_bf16(const struct panel *p, int64_t run, int r0, uint16_t 
     for (int r = r0; r < r0 + ROWS_AT_ONCE; r++)
         for (int q = 0; q < QUARTERS; q++)
             _mm512_storeu_si512(
-                out + (q * STRIPS + r / 16) * TILE + r % 16 * 32,
+                out + r * KERN_AMX_RUN + q * 32,
                 _mm512_maskz_loadu_epi16(lanes_left(left, q), p->row[r] + 2 * k + q * 64));
 }
 
 /* ROWS_AT_ONCE rows from r0 on. */
-V_INLINE void convert(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *top,
+V_INLINE void convert(const struct panel *p, int64_t run, int r0, uint16_t *out, __m512i *least,
                       bool ahead, const bool whole, const enum kern_wfmt fmt)
 {
     if (fmt == KERN_W_BF16)
@@ -273,15 +298,15 @@ V_INLINE void convert(const struct panel *p, int64_t run, int r0, uint16_t *out,
     else if (p->by_value)
         convert_by_value(p, run, r0, out);
     else if (fmt == KERN_W_FP8)
-        convert_fp8(p, run, r0, out, top, ahead, whole);
+        convert_fp8(p, run, r0, out, least, ahead, whole);
     else
         convert_mxfp4(p, run, r0, out, ahead, whole);
 }
-V_INLINE void convert_all(const struct panel *p, int64_t run, uint16_t *out, __m512i *top,
+V_INLINE void convert_all(const struct panel *p, int64_t run, uint16_t *out, __m512i *least,
                           bool ahead, const bool whole, const enum kern_wfmt fmt)
 {
     for (int r = 0; r < KERN_AMX_ROWS; r += ROWS_AT_ONCE)
-        convert(p, run, r, out, top, ahead, whole, fmt);
+        convert(p, run, r, out, least, ahead, whole, fmt);
 }
 
 /* --- tiles: 0 to 3 sums [strip][columns], 4 and 5 weights, 6 and 7 x */
@@ -337,7 +362,7 @@ V_INLINE void add_run(struct run_at w, const uint32_t *x, int64_t cols, int64_t 
 
 V_INLINE struct run_at run_in(const uint16_t *converted)
 {
-    return (struct run_at){{converted, converted + TILE}, 64, STRIPS * TILE * 2};
+    return (struct run_at){{converted, converted + RUN / STRIPS}, KERN_AMX_RUN * 2, 64};
 }
 
 /* Whole bf16 runs need no copy. */
@@ -370,9 +395,9 @@ static void store_sums(int64_t nb, int64_t nt, int64_t cols, float *c, int64_t l
     to_rows(s, nb, nt - 16, cols, c + 16 * ld_c, ld_c);
 }
 
-V_INLINE bool is_nan_seen(__m512i top)
+V_INLINE bool is_nan_seen(__m512i least)
 {
-    return _mm512_cmpeq_epi16_mask(top, _mm512_set1_epi16(0x7f0)) != 0;
+    return _mm512_cmplt_epu8_mask(least, _mm512_set1_epi8(2)) != 0;
 }
 
 V_INLINE void bf16_ahead(const struct panel *p, int64_t run)
@@ -389,15 +414,15 @@ V_INLINE bool times_stream(const struct panel *p, int64_t nb, const uint32_t *x,
     uint16_t buffer[2][RUN] __attribute__((aligned(64)));
     int64_t cols = kern_amx_cols(T), second = T > 16 ? kern_amx_x_at(16, p->w->k) : 0;
     int64_t x_run = KERN_AMX_RUN_WORDS * cols, whole = p->w->k / KERN_AMX_RUN, i = 0;
-    __m512i top = _mm512_setzero_si512();
+    __m512i least = _mm512_set1_epi8(-1);
     struct run_at at;
     zero_sums();
     if (fmt != KERN_W_BF16 && whole > 0) {
         /* The quarters of the run before are added in between, since each waits for the last. */
-        convert_all(p, 0, buffer[0], &top, true, true, fmt);
+        convert_all(p, 0, buffer[0], &least, true, true, fmt);
         for (i = 1; i < whole; i++)
             for (int q = 0; q < QUARTERS; q++) {
-                convert(p, i, q * ROWS_AT_ONCE, buffer[i & 1], &top, true, true, fmt);
+                convert(p, i, q * ROWS_AT_ONCE, buffer[i & 1], &least, true, true, fmt);
                 add_quarter(run_in(buffer[(i - 1) & 1]), q, x + (i - 1) * x_run, cols, second);
             }
         add_run(run_in(buffer[(i - 1) & 1]), x + (i - 1) * x_run, cols, second);
@@ -405,12 +430,12 @@ V_INLINE bool times_stream(const struct panel *p, int64_t nb, const uint32_t *x,
     for (; i < p->runs; i++) {
         if (fmt == KERN_W_BF16) bf16_ahead(p, i);
         if (fmt != KERN_W_BF16 || !run_stored(p, nb, i, &at)) {
-            convert_all(p, i, buffer[0], &top, true, false, fmt);
+            convert_all(p, i, buffer[0], &least, true, false, fmt);
             at = run_in(buffer[0]);
         }
         add_run(at, x + i * x_run, cols, second);
     }
-    if (is_nan_seen(top)) return false;
+    if (is_nan_seen(least)) return false;
     store_sums(nb, T, cols, c, ld_c);
     return true;
 }
@@ -419,10 +444,10 @@ V_INLINE bool times_panel(const struct panel *p, int64_t nb, const uint32_t *x, 
                           int64_t ld_c, uint16_t *panel, const enum kern_wfmt fmt)
 {
     int64_t whole = p->w->k / KERN_AMX_RUN, i = 0;
-    __m512i top = _mm512_setzero_si512();
-    for (; i < whole; i++) convert_all(p, i, panel + i * RUN, &top, false, true, fmt);
-    for (; i < p->runs; i++) convert_all(p, i, panel + i * RUN, &top, false, false, fmt);
-    if (is_nan_seen(top)) return false;
+    __m512i least = _mm512_set1_epi8(-1);
+    for (; i < whole; i++) convert_all(p, i, panel + i * RUN, &least, false, true, fmt);
+    for (; i < p->runs; i++) convert_all(p, i, panel + i * RUN, &least, false, false, fmt);
+    if (is_nan_seen(least)) return false;
     for (int64_t t = 0; t < T; t += 32) {
         int64_t nt = T - t < 32 ? T - t : 32, second = nt > 16 ? kern_amx_x_at(16, p->w->k) : 0;
         const uint32_t *xt = x + kern_amx_x_at(t, p->w->k);
@@ -469,7 +494,7 @@ V_INLINE void zero_pair(const bool odd)
 struct stage {
     struct panel p;
     int64_t n, nb; /* its rows of the weight, from the first on */
-    __m512i top;
+    __m512i least; /* fp8: what tells that a NaN code was met */
     bool stored;
 };
 
@@ -511,9 +536,9 @@ V_INLINE void stage_run(struct pipeline *z, int64_t panel, const uint32_t *x, in
         if (fmt == KERN_W_BF16) bf16_ahead(&o->p, i);
         for (int q = 0; q < QUARTERS; q++) {
             if (!stored && i < whole)
-                convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->top, true, true, fmt);
+                convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->least, true, true, fmt);
             else if (!stored)
-                convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->top, true, false, fmt);
+                convert(&o->p, i, q * ROWS_AT_ONCE, to, &o->least, true, false, fmt);
             if (z->steps == 0) continue;
             if (i == 0)
                 add_to(!odd, z->at, q, z->x, cols);
@@ -526,7 +551,7 @@ V_INLINE void stage_run(struct pipeline *z, int64_t panel, const uint32_t *x, in
         z->steps++;
     }
     if (panel > 0 && !before->stored) stage_store(before, !odd, T, c, ld_c);
-    if (is_nan_seen(o->top)) z->nan_panels |= (uint64_t)1 << panel;
+    if (is_nan_seen(o->least)) z->nan_panels |= (uint64_t)1 << panel;
 }
 
 V_INLINE uint64_t times_pipelined(const struct kern_weight *w, int64_t n, int64_t nb,
@@ -543,10 +568,9 @@ V_INLINE uint64_t times_pipelined(const struct kern_weight *w, int64_t n, int64_
         int64_t from = j * KERN_AMX_ROWS;
         o->n = from;
         o->nb = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
-        o->top = _mm512_setzero_si512();
+        o->least = _mm512_set1_epi8(-1);
         o->stored = false;
         o->p.by_value = !panel_open(&o->p, w, n + from, o->nb, scratch + (size_t)(j & 1) * scales);
-        o->p.last = j + 1 == panels;
         if (j & 1)
             stage_run(&z, j, x, T, c, ld_c, true, fmt);
         else
@@ -607,7 +631,6 @@ void KERN_ISA(kern_amx_times)(const struct kern_weight *w, int64_t n, int64_t nb
         int64_t from = j * KERN_AMX_ROWS,
                 rows = nb - from < KERN_AMX_ROWS ? nb - from : KERN_AMX_ROWS;
         if (!(left >> j & 1)) continue;
-        p.last = from + rows == nb;
         p.by_value = !panel_open(&p, w, n + from, rows, scratch) || again;
         if (times(&p, rows, packed, T, c + from, ld_c, panel)) continue;
         p.by_value = true;
