@@ -113,11 +113,16 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     c.T = p->T, c.N = p->N, c.K = p->K, c.groups = p->groups;
     c.sfmt = w->sfmt;
     c.y_dtype = p->y_dtype;
+    const bool four_bits = w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4;
     c.post = w->fmt == KERN_W_NVFP4 ? w->scale2 : 1.0f;
-    if (w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4) c.post *= DEV_E2M1_POST;
+    if (four_bits) c.post *= DEV_E2M1_POST;
     if (p->aq == KERN_AQ_NVFP4) c.post *= w->input_scale;
+    c.aq = p->aq;
+    c.input_scale = w->input_scale;
+    c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
+    c.own = !four_bits && p->T <= 8 && (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
     const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0;
-    if (p->aq != KERN_AQ_NONE || !fit) {
+    if (!c.own && (p->aq != KERN_AQ_NONE || !fit)) {
         const int32_t Kp = cuda_row_width(p->K);
         void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
         if (!rows) return cuda_done(s, "linear");
@@ -129,7 +134,8 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
         c.ld_x = (int64_t)p->groups * Kp;
         c.x_group = c.Kx = Kp;
     }
-    if (p->T <= CUDA_FEW_ROWS)
+    const bool widely = w->fmt == KERN_W_FP8 || w->fmt == KERN_W_BF16;
+    if (p->T <= (widely ? CUDA_FEW_ROWS : 8))
         cuda_product_few(s, w->fmt, &c);
     else
         cuda_product_many(s, w->fmt, &c);

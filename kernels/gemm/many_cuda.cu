@@ -122,15 +122,7 @@ static __global__ void __launch_bounds__(THREADS, MT *NT >= 8 ? 1 : 2)
                 }
                 ws.factor[r] = n_cta + at < p.N ? weight_factor<F>(p, row_cta + at, q, c) : 0;
             }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                uint32_t a[weights16<F>::PARTS][4];
-                weights_operand<F>(ws, i, a);
-#pragma unroll
-                for (int part = 0; part < weights16<F>::PARTS; part++)
-#pragma unroll
-                    for (int n = 0; n < NT; n++) dev_mma(sum[m][n], a[part], xs[n] + 2 * i);
-            }
+            weights_times<F, NT>(sum[m], ws, xs);
         }
         if (q % 2 == 0 && q + 1 < n_groups) continue;
 #pragma unroll

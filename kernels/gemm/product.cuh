@@ -16,8 +16,8 @@
 
 struct cuda_product {
     const uint16_t
-        *x; /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart, all 16-byte
-                        * aligned, Kx elements of each to be read */
+        *x; /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart; unless own, all
+                        * 16-byte aligned and with Kx elements to be read */
     int64_t ld_x, x_group;
     const uint8_t *w; /* placed [groups * N, K] */
     const uint8_t *scale, *nan_rows;
@@ -28,10 +28,17 @@ struct cuda_product {
     float post;
     enum kern_sfmt sfmt;
     enum kern_dtype y_dtype;
+    /* own: x is not quantized yet, and small enough that blocks of threads do it for themselves. */
+    bool own, by_fours;
+    enum kern_act_quant aq;
+    float input_scale;
 };
 
-/* Both take any T; few are fast up to CUDA_FEW_ROWS. */
-enum { CUDA_FEW_ROWS = 8 };
+enum {
+    CUDA_FEW_ROWS = 32, /* more are faster as many */
+    CUDA_OWN_ELEMENTS =
+        8 << 10 /* of an x that each block of threads quantizes: one warp has 8 spans */
+};
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 
@@ -91,17 +98,19 @@ static __device__ __forceinline__ void weights_operand(const struct weights16<F>
     }
 }
 
-/* sum += the 64 k of w times x's, x being the 16 elements of a column that this thread has. */
-template <enum kern_wfmt F>
-static __device__ __forceinline__ void weights_times(float sum[4], const struct weights16<F> &w,
-                                                     const uint32_t x[8])
+/* sum += the 64 k of w times x's, x being the 16 elements of each column that this thread has. */
+template <enum kern_wfmt F, int NT>
+static __device__ __forceinline__ void weights_times(float sum[NT][4], const struct weights16<F> &w,
+                                                     const uint32_t x[NT][8])
 {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         uint32_t a[weights16<F>::PARTS][4];
         weights_operand<F>(w, i, a);
 #pragma unroll
-        for (int part = 0; part < weights16<F>::PARTS; part++) dev_mma(sum, a[part], x + 2 * i);
+        for (int part = 0; part < weights16<F>::PARTS; part++)
+#pragma unroll
+            for (int n = 0; n < NT; n++) dev_mma(sum[n], a[part], x[n] + 2 * i);
     }
 }
 
