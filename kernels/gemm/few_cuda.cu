@@ -117,7 +117,7 @@ static __device__ __forceinline__ void own_rows(const struct cuda_product &p, co
 /* kw warps share the blocks of k, WARPS / kw have rows of their own; `held` block sums, a multiple of kw,
  * of each 16 rows are kept before they are added. */
 template <enum kern_wfmt F, int NT, bool OWN>
-static __global__ void __launch_bounds__(THREADS, NT < 4 ? 2 : 1)
+static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     few_kernel(struct cuda_product p, int kw, int held)
 {
     enum { D = shape<F, NT, OWN>::D, OUTS = shape<F, NT, OWN>::OUTS };
@@ -245,12 +245,13 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
 {
     const int32_t n_blocks = (int32_t)cuda_ceil(p->K, BLOCK_K);
     const int32_t T = p->T < 8 * NT ? p->T : 8 * NT;
-    int kw = n_blocks >= 32 ? 8 : n_blocks >= 16 ? 4 : n_blocks >= 8 || NT > 1 ? 2 : 1;
-    /* Many columns want many rows beside each other: they share x in the first-level cache. */
-    if (NT > 1) kw = 2;
+    /* Eight groups a warp or more; but many columns want many rows beside each other, which share x in
+     * the first-level cache. */
+    int kw = NT > 1 ? 2 : n_blocks >= 32 ? 8 : n_blocks >= 16 ? 4 : n_blocks >= 8 ? 2 : 1;
     /* Narrow products: rather more blocks of threads, each with less of k a warp. */
+    const int enough = NT > 1 ? s->n_sm * 3 / 4 : s->n_sm;
     while (kw < WARPS && 2 * kw <= n_blocks &&
-           cuda_ceil(p->N, ROWS * WARPS / kw) * p->groups < s->n_sm / (NT > 1 ? 4 : 1))
+           cuda_ceil(p->N, ROWS * WARPS / kw) * p->groups < enough)
         kw *= 2;
     const int rw = WARPS / kw;
     const size_t one = (size_t)rw * (size_t)T * COL_LD * sizeof(float);

@@ -1,0 +1,156 @@
+/* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time against the
+ * bytes of weights and rows, or the FLOPs at what the matrix unit reaches (TOW_BENCH_TFLOPS, 780). */
+#include "tests/gpu/bench.h"
+
+struct shape {
+    const char *name;
+    enum kern_wfmt fmt;
+    enum kern_act_quant aq;
+    int32_t N, K, groups;
+    enum kern_dtype y;
+    bool round_w, thorough;
+    const char *decode, *prefill;
+};
+static const struct shape shapes[] = {
+    {"wq_b", KERN_W_FP8, KERN_AQ_A128, 32768, 1024, 1, KERN_BF16, false, true,
+     "<= 1.3 x (cuBLASLt 15 us at 16 to 128)", "cuBLASLt 518 us at 8192 (fp8)"},
+    {"wo_b", KERN_W_FP8, KERN_AQ_A128, 4096, 8192, 1, KERN_BF16, false, true,
+     "<= 1.3 x (cuBLASLt 18 us at 16, 23 at 64)", "cuBLASLt 429 us at 8192 (fp8)"},
+    {"wo_a", KERN_W_FP8, KERN_AQ_NONE, 1024, 4096, 8, KERN_BF16, true, false, "<= 1.3 x",
+     "bf16 by definition: 0.7 ms"},
+    {"wq_a", KERN_W_FP8, KERN_AQ_A128, 1024, 4096, 1, KERN_BF16, false, false,
+     "<= 3 us (cuBLASLt 14 with wkv)", NULL},
+    {"wkv", KERN_W_FP8, KERN_AQ_A128, 512, 4096, 1, KERN_BF16, false, false, "<= 2.5 us", NULL},
+    {"shared_w1", KERN_W_FP8, KERN_AQ_A128, 2048, 4096, 1, KERN_BF16, false, false,
+     "<= 3.5 us (cuBLASLt 14.5)", "cuBLASLt 112 us at 8192 (fp8)"},
+    {"shared_w2", KERN_W_FP8, KERN_AQ_A128, 4096, 2048, 1, KERN_BF16, false, false,
+     "<= 3.5 us (cuBLASLt 9.6)", "cuBLASLt 119 us at 8192 (fp8)"},
+    {"index_wq_b", KERN_W_FP8, KERN_AQ_A128, 8192, 1024, 1, KERN_BF16, false, false,
+     "<= 3.5 us (cuBLASLt 7.8)", "cuBLASLt 136 us at 8192 (fp8)"},
+    {"compress_kv", KERN_W_BF16, KERN_AQ_NONE, 1024, 4096, 1, KERN_F32, false, false, "<= 3.5 us",
+     NULL},
+    {"index_weights", KERN_W_BF16, KERN_AQ_NONE, 64, 4096, 1, KERN_BF16, false, false, "<= 3 us",
+     NULL},
+    {"gate", KERN_W_F32, KERN_AQ_NONE, 256, 4096, 1, KERN_F32, false, false, "<= 3.5 us", NULL},
+    {"head", KERN_W_BF16, KERN_AQ_NONE, 129280, 4096, 1, KERN_F32, false, false, "<= 1.15 x", NULL},
+};
+
+enum { MOST = 40 };
+struct ctx {
+    const struct kern_ops *ops;
+    struct kern_stream *s;
+    struct kern_linear p[MOST];
+    int turns;
+};
+static int call(void *arg, int i)
+{
+    struct ctx *c = arg;
+    return c->ops->linear(c->s, &c->p[i % c->turns]);
+}
+
+static double weight_bytes(const struct shape *c)
+{
+    const double n = (double)c->N * c->groups * c->K;
+    return n * (c->fmt == KERN_W_F32 ? 4 : c->fmt == KERN_W_BF16 ? 2 : 1);
+}
+
+/* Random codes without NaN, block scales around 2^-8. */
+static struct kern_weight host_weight(const struct shape *c)
+{
+    struct kern_weight w = {.fmt = c->fmt, .n = c->N * c->groups, .k = c->K, .scale2 = 1};
+    const size_t bytes = (size_t)weight_bytes(c);
+    uint64_t seed = 88172645463325252u;
+    uint8_t *d = malloc(bytes);
+    if (!d) exit(1);
+    for (size_t i = 0; i < bytes && i < BENCH_BLOCK; i += c->fmt == KERN_W_F32 ? 4 : 2) {
+        const float x = bench_normal(&seed) * 0.02f;
+        const uint16_t h = kern_bf16_encode(x);
+        memcpy(d + i, c->fmt == KERN_W_F32 ? (const void *)&x : &h, c->fmt == KERN_W_F32 ? 4 : 2);
+        if (c->fmt != KERN_W_FP8) continue;
+        for (int j = 0; j < 2; j++) d[i + j] = kern_e4m3_encode(bench_normal(&seed) * 60);
+    }
+    for (size_t i = BENCH_BLOCK; i < bytes; i++) d[i] = d[i - BENCH_BLOCK];
+    w.data = d;
+    w.row_bytes = (int64_t)(bytes / (size_t)w.n);
+    if (c->fmt != KERN_W_FP8) return w;
+    const int64_t cols = (c->K + 127) / 128, n = (w.n + 127) / 128 * cols;
+    uint8_t *s = malloc((size_t)n);
+    if (!s) exit(1);
+    for (int64_t i = 0; i < n; i++) s[i] = (uint8_t)(116 + bench_next(&seed) % 5);
+    w.scale = s;
+    w.sfmt = KERN_S_UE8M0;
+    w.scale_row_bytes = cols;
+    return w;
+}
+
+static void bench_shape(struct bench *b, const struct shape *c, double tflops)
+{
+    static const int32_t rows[] = {1, 8, 32, 128, 8192},
+                         more[] = {1, 2, 4, 8, 16, 32, 64, 128, 1024, 8192};
+    const int32_t *Ts = c->thorough ? more : rows;
+    const int n =
+        c->thorough ? (int)(sizeof more / sizeof *more) : (int)(sizeof rows / sizeof *rows);
+    const bool head = c->N > 100000;
+    const double wb = weight_bytes(c);
+    struct ctx ctx = {.ops = b->ops, .s = b->s, .turns = bench_turns(wb, MOST)};
+    struct kern_weight w = host_weight(c), placed[MOST];
+    for (int i = 0; i < ctx.turns; i++) {
+        struct tow_err err = {0};
+        placed[i] = w;
+        if (kern_dev_place(b->dev, &placed[i], 1, &err) < 0) {
+            printf("%s: %s\n", c->name, err.msg);
+            b->n_failed++;
+            return;
+        }
+    }
+    for (int i = 0; i < n; i++) {
+        const int32_t T = Ts[i];
+        if (head && T > 128) continue;
+        const double k = (double)c->groups * c->K, width = (double)c->groups * c->N;
+        void *x = bench_random(b, T * k, KERN_BF16, 1),
+             *y = bench_alloc(b, T * width * kern_dtype_bytes(c->y));
+        for (int j = 0; j < ctx.turns; j++)
+            ctx.p[j] = (struct kern_linear){.x = x,
+                                            .w = placed[j],
+                                            .y = y,
+                                            .ld_x = (int64_t)k,
+                                            .ld_y = (int64_t)width,
+                                            .T = T,
+                                            .N = c->N,
+                                            .K = c->K,
+                                            .groups = c->groups,
+                                            .x_dtype = KERN_BF16,
+                                            .y_dtype = c->y,
+                                            .aq = c->aq,
+                                            .round_w = c->round_w};
+        char shape[64];
+        snprintf(shape, sizeof shape, "%d x [%d, %d]%s", T, c->N, c->K,
+                 c->groups > 1 ? " x 8" : "");
+        bench_run(b,
+                  &(struct bench_case){.name = c->name,
+                                       .shape = shape,
+                                       .call = call,
+                                       .ctx = &ctx,
+                                       .bytes = wb + T * (k * 2 + width * kern_dtype_bytes(c->y)),
+                                       .flops = 2.0 * T * width * c->K,
+                                       .flops_second = tflops * 1e12,
+                                       .goal = T <= 128 ? c->decode : c->prefill});
+        bench_free_all(b);
+    }
+    for (int i = 0; i < ctx.turns; i++) kern_dev_unplace(b->dev, placed[i].data);
+    free((void *)(uintptr_t)w.data);
+    free((void *)(uintptr_t)w.scale);
+}
+
+int main(int argc, char **argv)
+{
+    struct bench b;
+    const char *t = getenv("TOW_BENCH_TFLOPS");
+    const double tflops = t ? atof(t) : 780;
+    int rc = bench_open(&b, argc, argv);
+    if (rc) return rc;
+    printf("FLOPs by bf16 at %.0f TFLOP/s\n", tflops);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        if (bench_wants(&b, shapes[i].name)) bench_shape(&b, &shapes[i], tflops);
+    return bench_close(&b);
+}
