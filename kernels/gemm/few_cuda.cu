@@ -5,6 +5,8 @@
  * activations. The warps of a block of threads share out the weight rows and, in turns, the blocks of
  * 128 k; each block's sum goes to shared memory, and now and then one thread per output adds them in
  * ascending order. That order knows nothing of how many warps there were.
+ * A narrow product has fewer tiles of rows than the machine has multiprocessors: there a cluster of blocks
+ * of threads shares out the blocks of k, and all leave their sums with the first of them.
  * A small x (one row, or a few short ones) is quantized by each block of threads for itself, into shared
  * memory and while its first weights are on their way: that takes less time than another launch.
  */
@@ -17,8 +19,9 @@ enum {
     ROWS = 16,   /* of a warp */
     COL_LD = 20, /* floats from column to column of a block's sums: quads fall into other banks */
     SUM_BYTES = 40 * 1024,
-    SPAN = 128, /* elements of x that a warp quantizes at a time */
-    BATCH = 4,  /* spans loaded before the first is quantized */
+    SPAN = 128,      /* elements of x that a warp quantizes at a time */
+    BATCH = 4,       /* spans loaded before the first is quantized */
+    MOST_BLOCKS = 8, /* of a cluster, that every machine with clusters has */
 };
 static_assert((int)(WARPS * ROWS) <= (int)BLOCK_N, "rows here have at most two rows of scales");
 
@@ -91,45 +94,86 @@ static __device__ __forceinline__ void load(const struct cuda_product &p,
     }
 }
 
-/* T rows of x to shared memory, quantized, ld elements apart. */
+/* The part of T rows of x that this block of threads needs, to shared memory, quantized, ld elements
+ * apart: of every kw * ks blocks of k the kw from my_k0 on. */
 static __device__ __forceinline__ void own_rows(const struct cuda_product &p, const uint16_t *x,
-                                                int32_t T, int warp, int lane, uint16_t *to,
+                                                int32_t T, int kw, int ks, int my_k0, uint16_t *to,
                                                 int32_t ld)
 {
-    const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN, n = T * spans;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
+    const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw, n = T * mine;
     for (int32_t i0 = warp; i0 < n; i0 += WARPS * BATCH) {
         float v[BATCH][4];
+        int32_t t[BATCH], k[BATCH];
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            const int32_t i = i0 + b * WARPS, k = i % spans * SPAN + 4 * lane;
-            if (i < n) dev_load4(x, KERN_BF16, i / spans * p.ld_x + k, k, p.K, p.by_fours, v[b]);
+            const int32_t i = i0 + b * WARPS, e = i % mine;
+            t[b] = i / mine;
+            k[b] = (e / kw * (kw * ks) + my_k0 + e % kw) * SPAN + 4 * lane;
+            if (i < n) dev_load4(x, KERN_BF16, t[b] * p.ld_x + k[b], k[b], p.K, p.by_fours, v[b]);
         }
 #pragma unroll
         for (int b = 0; b < BATCH; b++) {
-            const int32_t i = i0 + b * WARPS, k = i % spans * SPAN + 4 * lane;
-            if (i >= n) break;
+            if (i0 + b * WARPS >= n) break;
             dev_quant4(v[b], p.aq, p.input_scale, false);
-            if (k < width) *(uint2 *)(to + i / spans * ld + k) = dev_pack4(v[b]);
+            if (k[b] < width) *(uint2 *)(to + t[b] * ld + k[b]) = dev_pack4(v[b]);
         }
     }
 }
 
-/* kw warps share the blocks of k, WARPS / kw have rows of their own; `held` block sums, a multiple of kw,
- * of each 16 rows are kept before they are added. */
+/* Clusters, where there are any. */
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+static __device__ __forceinline__ void cluster_arrive(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void cluster_wait(void)
+{
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+/* The same place in the shared memory of the cluster's first block. */
+static __device__ __forceinline__ float *leaders(float *p)
+{
+    uint64_t q;
+    asm("mapa.u64 %0, %1, 0;" : "=l"(q) : "l"(p));
+    return (float *)q;
+}
+#else
+static __device__ __forceinline__ void cluster_arrive(void) {}
+static __device__ __forceinline__ void cluster_wait(void) {}
+static __device__ __forceinline__ float *leaders(float *p)
+{
+    return p;
+}
+#endif
+static __device__ __forceinline__ void meet(int ks)
+{
+    if (ks == 1) {
+        __syncthreads();
+    } else {
+        cluster_arrive();
+        cluster_wait();
+    }
+}
+
+/* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own; `held`
+ * block sums, a multiple of kw * ks, of each 16 rows are kept before they are added. */
 template <enum kern_wfmt F, int NT, bool OWN>
 static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
-    few_kernel(struct cuda_product p, int kw, int held)
+    few_kernel(struct cuda_product p, int kw, int ks, int held)
 {
     enum { D = shape<F, NT, OWN>::D, OUTS = shape<F, NT, OWN>::OUTS };
     /* scales [2][n_blocks]; sums [rw][held][T][COL_LD]; x [T][x_ld] */
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-    const int rw = WARPS / kw, my_k = warp % kw, my_r = warp / kw;
+    const int rank = blockIdx.x % ks, all_k = kw * ks;
+    const int rw = WARPS / kw, my_k = rank * kw + warp % kw, my_r = warp / kw;
     const int32_t t0 = blockIdx.z * (8 * NT), T = p.T - t0 < 8 * NT ? p.T - t0 : 8 * NT;
-    const int32_t n_cta = blockIdx.x * ROWS * rw; /* first row of this block, in its group */
+    const int32_t n_cta = blockIdx.x / ks * ROWS * rw; /* first row of this block, in its group */
     const int64_t first = (int64_t)blockIdx.y * p.N + n_cta;
     const int32_t n_groups = (p.K + GROUP_K - 1) / GROUP_K, n_blocks = (n_groups + 1) / 2;
-    const int32_t m = (n_blocks + kw - 1) / kw * 2; /* groups of a warp */
+    const int32_t m = (n_blocks + all_k - 1) / all_k * 2; /* groups of a warp */
     const int32_t sum_ld = T * COL_LD, x_ld = n_groups * GROUP_K + 8;
     float *scales = shared, *sums = shared + (2 * n_blocks + 3) / 4 * 4;
     uint16_t *xs = (uint16_t *)(sums + rw * held * sum_ld);
@@ -148,8 +192,9 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     }
     rd.c = c;
 
+    if (ks > 1) cluster_arrive(); /* all must have begun before one writes to another */
     struct stage<F, NT, OWN> st[D];
-#define GROUP_OF(j) (2 * (my_k + kw * ((j) / 2)) + (j) % 2)
+#define GROUP_OF(j) (2 * (my_k + all_k * ((j) / 2)) + (j) % 2)
 #pragma unroll
     for (int d = 0; d < D; d++)
         if (d < m) load<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
@@ -160,11 +205,14 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             scales[i] = there ? block_scale(p, row, i % n_blocks) : 0;
         }
     if (OWN) {
-        own_rows(p, x, T, warp, lane, xs, x_ld);
+        own_rows(p, x, T, kw, ks, rank * kw, xs, x_ld);
         __syncthreads();
     }
+    if (ks > 1) cluster_wait();
+    float *put = ks > 1 ? leaders(sums) : sums;
 
-    const int n_out = rw * ROWS * T; /* this thread finishes threadIdx.x + THREADS i */
+    const int n_out =
+        rank == 0 ? rw * ROWS * T : 0; /* this thread finishes threadIdx.x + THREADS i */
     float total[OUTS], sum[NT][4];
 #pragma unroll
     for (int i = 0; i < OUTS; i++) total[i] = 0;
@@ -191,8 +239,8 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             if (j + D < m) load<F, NT, OWN>(p, rd, GROUP_OF(j + D), st[d]);
             if (d % 2 == 0) continue;
 
-            const int32_t b = q / 2, kept = j / 2 * kw % held; /* of the first warp */
-            float *to = sums + (my_r * held + kept + my_k) * sum_ld + g;
+            const int32_t b = q / 2, kept = j / 2 * all_k % held; /* of the first warp */
+            float *to = put + (my_r * held + kept + my_k) * sum_ld + g;
             if (b < n_blocks) {
 #pragma unroll
                 for (int n = 0; n < NT; n++)
@@ -206,11 +254,11 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             for (int n = 0; n < NT; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) sum[n][e] = 0;
-            if (kept + kw < held && j + 1 < m) continue;
+            if (kept + all_k < held && j + 1 < m) continue;
 
-            __syncthreads();
+            meet(ks);
             const int32_t b0 = b - my_k - kept; /* first block kept */
-            const int32_t nb = n_blocks - b0 < kept + kw ? n_blocks - b0 : kept + kw;
+            const int32_t nb = n_blocks - b0 < kept + all_k ? n_blocks - b0 : kept + all_k;
 #pragma unroll
             for (int i = 0; i < OUTS; i++) {
                 const int o = threadIdx.x + THREADS * i;
@@ -224,7 +272,7 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
                 for (int32_t i_b = 0; i_b < nb; i_b++)
                     total[i] = fmaf(from[i_b * sum_ld], F == KERN_W_FP8 ? sc[i_b] : 1.0f, total[i]);
             }
-            if (j + 1 < m) __syncthreads();
+            if (j + 1 < m) meet(ks);
         }
     }
 #undef GROUP_OF
@@ -254,16 +302,32 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
            cuda_ceil(p->N, ROWS * WARPS / kw) * p->groups < enough)
         kw *= 2;
     const int rw = WARPS / kw;
+    const int64_t tiles = cuda_ceil(p->N, ROWS * rw);
+    int ks = 1;
+    while (s->arch == 90 && NT == 1 && ks < MOST_BLOCKS && 2 * ks * kw <= n_blocks &&
+           tiles * p->groups * ks * 2 <= s->n_sm)
+        ks *= 2;
+    const int all_k = kw * ks;
     const size_t one = (size_t)rw * (size_t)T * COL_LD * sizeof(float);
-    int held = (int)(SUM_BYTES * (NT > 2 ? 2 : 1) / one) / kw * kw;
-    if (held > cuda_ceil(n_blocks, kw) * kw) held = (int)cuda_ceil(n_blocks, kw) * kw;
-    if (held < kw) held = kw;
+    int held = (int)(SUM_BYTES * (NT > 2 ? 2 : 1) / one) / all_k * all_k;
+    const int most = (int)cuda_ceil(n_blocks, all_k) * all_k;
+    held = held < all_k ? all_k : held > most ? most : held;
     const size_t x_bytes = OWN ? (size_t)T * ((size_t)cuda_row_width(p->K) + 8) * 2 : 0;
     const size_t bytes = ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one + x_bytes;
-    const dim3 grid((unsigned)cuda_ceil(p->N, ROWS * rw), (unsigned)p->groups,
-                    (unsigned)cuda_ceil(p->T, 8 * NT));
     CUDA_SHARED((few_kernel<F, NT, OWN>), 99 * 1024);
-    few_kernel<F, NT, OWN><<<grid, THREADS, bytes, s->cu>>>(*p, kw, held);
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = (unsigned)ks;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim =
+        dim3((unsigned)(tiles * ks), (unsigned)p->groups, (unsigned)cuda_ceil(p->T, 8 * NT));
+    c.blockDim = dim3(THREADS);
+    c.dynamicSmemBytes = bytes;
+    c.stream = s->cu;
+    c.attrs = &cluster;
+    c.numAttrs = ks > 1 ? 1 : 0;
+    cudaLaunchKernelEx(&c, few_kernel<F, NT, OWN>, *p, kw, ks, held);
 }
 
 /* What the formats of a model's dense products are given. */
