@@ -21,7 +21,13 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, int32_t 
     dev_quant4(v, q.aq, q.input_scales ? q.input_scales[t] : q.input_scale, q.wide);
     if (k >= q.Kp) return;
     const int64_t to = tg * q.Kp + k; /* Kp is a multiple of 8, k of 4 */
-    if (q.wide)
+    if (q.slots) {
+        const uint2 u = dev_pack4(v);
+        uint16_t *group = (uint16_t *)q.out + tg * q.Kp + k / 64 * 64;
+        group += k % 16 / 4 * 16 + k % 64 / 16 * 2;
+        *(uint32_t *)group = u.x;
+        *(uint32_t *)(group + 8) = u.y;
+    } else if (q.wide)
         *(float4 *)((float *)q.out + to) = make_float4(v[0], v[1], v[2], v[3]);
     else
         *(uint2 *)((uint16_t *)q.out + to) = dev_pack4(v);

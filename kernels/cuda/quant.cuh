@@ -25,6 +25,8 @@ struct cuda_quant {
     void *out;                 /* device [T, groups, Kp] */
     int32_t Kp;                /* a multiple of 8, at least K; elements from K on become zero */
     bool wide;                 /* out is f32, else bf16 */
+    bool slots; /* bf16: each 64 elements in the order of slots that mma.cuh speaks of, so
+                                * that sixteen in a row are what one instruction has; Kp whole groups */
 };
 void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q);
 

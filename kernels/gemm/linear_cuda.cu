@@ -7,7 +7,13 @@
 #include "kernels/cuda/quant.cuh"
 #include "kernels/gemm/product.cuh"
 
-enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8 };
+extern "C" {
+#include "kernels/cuda/table.h"
+}
+
+enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8, WIDE_ROWS = 96 };
+
+int cuda_wide_products = 0;
 
 /* Can rounding to bf16 change a value of this weight? */
 static bool weight_rounds(const struct kern_weight *w)
@@ -77,9 +83,9 @@ static int linear_plain(struct kern_stream *s, const struct kern_linear *p)
     float *rows = (float *)cuda_scratch(s, CUDA_SLOT_ROWS,
                                         (size_t)p->T * p->groups * (size_t)Kp * sizeof(float));
     if (!rows) return cuda_done(s, "linear");
-    const struct cuda_quant q = {p->x,  p->x_dtype,       p->ld_x, p->T, p->groups, p->K,
-                                 p->aq, p->w.input_scale, NULL,    NULL, rows,      Kp,
-                                 true};
+    const struct cuda_quant q = {
+        p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
+        NULL, NULL,       rows,    Kp,   true,      false};
     cuda_quant_rows(s, &q);
     const float post = p->w.fmt == KERN_W_NVFP4 && !p->round_w ? p->w.scale2 : 1.0f;
     const dim3 grid((unsigned)cuda_ceil(p->N, PLAIN_WARPS), (unsigned)cuda_ceil(p->T, PLAIN_ROWS),
@@ -121,18 +127,26 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     c.input_scale = w->input_scale;
     c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
     c.own = !four_bits && p->T <= 8 && (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
-    const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0;
-    if (!c.own && (p->aq != KERN_AQ_NONE || !fit)) {
+    const bool wide = cuda_wide_products && s->arch == 90 && w->fmt == KERN_W_FP8 &&
+                      p->T >= WIDE_ROWS &&
+                      cuda_ceil(p->N, 128) * cuda_ceil(p->T, 128) * p->groups >= s->n_sm / 2;
+    const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
+                     p->ld_x < (int64_t)1 << 30;
+    if (!c.own && (p->aq != KERN_AQ_NONE || !fit || wide)) {
         const int32_t Kp = cuda_row_width(p->K);
         void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
         if (!rows) return cuda_done(s, "linear");
         const struct cuda_quant q = {p->x, p->x_dtype, p->ld_x,        p->T, p->groups,
                                      p->K, p->aq,      w->input_scale, NULL, NULL,
-                                     rows, Kp,         false};
+                                     rows, Kp,         false,          wide};
         cuda_quant_rows(s, &q);
         c.x = (const uint16_t *)rows;
         c.ld_x = (int64_t)p->groups * Kp;
         c.x_group = c.Kx = Kp;
+    }
+    if (wide) {
+        cuda_product_wide(s, &c);
+        return cuda_done(s, "linear");
     }
     const bool widely = w->fmt == KERN_W_FP8 || w->fmt == KERN_W_BF16;
     if (p->T <= (widely ? CUDA_FEW_ROWS : 8))

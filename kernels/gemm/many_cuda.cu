@@ -48,25 +48,18 @@ static __global__ void __launch_bounds__(THREADS, MT *NT >= 8 ? 1 : 2)
     const uint16_t *x_cta = p.x + (int64_t)t_cta * p.ld_x + blockIdx.z * p.x_group;
     const int32_t n_groups = (p.K + GROUP_K - 1) / GROUP_K;
 
+    const int w_last = (p.N - n_cta < C::M ? p.N - n_cta : C::M) - 1;
+    const int x_last = (p.T - t_cta < C::N ? p.T - t_cta : C::N) - 1;
+    const uint8_t *w_cta = p.w + row_cta * p.row_bytes;
     const auto fetch = [&](int32_t q, int slot) {
         uint8_t *w = shared + slot * C::STAGE;
-        uint16_t *x = (uint16_t *)(w + C::W_BYTES);
-#pragma unroll
-        for (int i = threadIdx.x; i < C::M * W_CHUNKS; i += THREADS) {
-            const int r = i / W_CHUNKS, chunk = i % W_CHUNKS;
-            const int64_t at = q * (int64_t)C::ROW + chunk * 16;
-            const bool there = n_cta + r < p.N && at + 16 <= p.row_bytes;
-            const uint8_t *from = p.w + (row_cta + r) * p.row_bytes + at;
-            dev_copy16(w + r * C::W_LD + chunk * 16, there ? from : p.w, there);
-        }
-#pragma unroll
-        for (int i = threadIdx.x; i < C::N * X_CHUNKS; i += THREADS) {
-            const int t = i / X_CHUNKS;
-            const int32_t k = q * GROUP_K + i % X_CHUNKS * 8;
-            const bool there = t_cta + t < p.T && k < p.Kx;
-            const uint16_t *from = x_cta + t * p.ld_x + k;
-            dev_copy16(x + t * X_LD + i % X_CHUNKS * 8, there ? from : p.x, there);
-        }
+        const int32_t w_at = q * C::ROW + threadIdx.x % W_CHUNKS * 16;
+        fetch_rows<C::M, W_CHUNKS, C::W_LD, THREADS, false>(
+            w, w_cta + (int64_t)q * C::ROW, (uint32_t)p.row_bytes, w_last, w_at < p.row_bytes);
+        const int32_t k = q * GROUP_K + threadIdx.x % X_CHUNKS * 8;
+        fetch_rows<C::N, X_CHUNKS, X_LD * 2, THREADS, false>(
+            w + C::W_BYTES, (const uint8_t *)(x_cta + q * GROUP_K), (uint32_t)p.ld_x * 2, x_last,
+            k < p.Kx);
     };
 
     float sum[MT][NT][4], total[MT][NT][4];
@@ -158,27 +151,7 @@ static __global__ void __launch_bounds__(THREADS, MT *NT >= 8 ? 1 : 2)
                         there ? finished<F>(p, row_cta + at, total[m][n][2 * r + e]) : 0.0f;
         }
     __syncthreads();
-    const int64_t y_cta = (int64_t)t_cta * p.ld_y + row_cta;
-    const bool wide =
-        p.y_dtype == KERN_BF16 && p.ld_y % 8 == 0 && y_cta % 8 == 0 && (uintptr_t)p.y % 16 == 0;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < C::N * C::M / 8; i += THREADS) {
-        const int t = i / (C::M / 8), n = i % (C::M / 8) * 8;
-        if (t_cta + t >= p.T || n_cta + n >= p.N) continue;
-        const float *from = out + t * C::OUT_LD + n;
-        const int64_t to = y_cta + t * p.ld_y + n;
-        if (wide && n_cta + n + 8 <= p.N) {
-            uint32_t u[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                u[e] = kern_bf16_encode(from[2 * e]) | (uint32_t)kern_bf16_encode(from[2 * e + 1])
-                                                           << 16;
-            *(uint4 *)((uint16_t *)p.y + to) = make_uint4(u[0], u[1], u[2], u[3]);
-        } else {
-            for (int e = 0; e < 8 && n_cta + n + e < p.N; e++)
-                dev_store(p.y, to + e, p.y_dtype, from[e]);
-        }
-    }
+    store_tile<C::M, C::N, C::OUT_LD, THREADS>(p, out, n_cta, t_cta, row_cta);
 }
 
 template <enum kern_wfmt F, int MT, int NT, int WM, int S>

@@ -41,6 +41,8 @@ enum {
 };
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
+/* fp8 on sm_90a, for a multitude; x has k in the order of slots, and Kx whole groups of 64. */
+void cuda_product_wide(struct kern_stream *s, const struct cuda_product *p);
 
 enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };
 
@@ -150,6 +152,53 @@ static __device__ __forceinline__ float finished(const struct cuda_product &p, i
     if (F != KERN_W_F32 && F != KERN_W_BF16 && __ldg(p.nan_rows + r))
         return kern_float(0x7fc00000u);
     return sum * p.post;
+}
+
+/* Piece i % PIECES of 16 bytes of each of ROWS rows, ld bytes apart, to shared memory, rows LD bytes apart
+ * there; i is this thread's number. Rows after `last` are `last` again: their sums go nowhere. swizzled: in
+ * rows of 128 bytes, a piece's place is exchanged with the row's number, as wgmma wants it. */
+template <int ROWS, int PIECES, int LD, int THREADS, bool SWIZZLED>
+static __device__ __forceinline__ void fetch_rows(uint8_t *to, const uint8_t *from, uint32_t ld,
+                                                  int last, bool there)
+{
+    const int piece = threadIdx.x % PIECES, row = threadIdx.x / PIECES;
+    from += piece * 16;
+    to += row * LD + (SWIZZLED ? piece ^ (row & 7) : piece) * 16;
+#pragma unroll
+    for (int r = 0; r < ROWS; r += THREADS / PIECES) {
+        if (ROWS < THREADS / PIECES && row >= ROWS) break;
+        const uint32_t at = (uint32_t)(row + r < last ? row + r : last);
+        dev_copy16(to + r * LD, from + (uint64_t)at * ld, there);
+    }
+}
+
+/* A finished tile, M weight rows x N rows of y, in shared memory as [N][LD], goes to y. n, t: its first
+ * row and column in its group; row: the former of all. */
+template <int M, int N, int LD, int THREADS>
+static __device__ __forceinline__ void store_tile(const struct cuda_product &p, const float *tile,
+                                                  int32_t n, int32_t t, int64_t row)
+{
+    const int64_t first = (int64_t)t * p.ld_y + row;
+    const bool wide =
+        p.y_dtype == KERN_BF16 && p.ld_y % 8 == 0 && first % 8 == 0 && (uintptr_t)p.y % 16 == 0;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < N * M / 8; i += THREADS) {
+        const int ti = i / (M / 8), ni = i % (M / 8) * 8;
+        if (t + ti >= p.T || n + ni >= p.N) continue;
+        const float *from = tile + ti * LD + ni;
+        const int64_t to = first + ti * p.ld_y + ni;
+        if (wide && n + ni + 8 <= p.N) {
+            uint32_t u[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++)
+                u[e] = kern_bf16_encode(from[2 * e]) | (uint32_t)kern_bf16_encode(from[2 * e + 1])
+                                                           << 16;
+            *(uint4 *)((uint16_t *)p.y + to) = make_uint4(u[0], u[1], u[2], u[3]);
+        } else {
+            for (int e = 0; e < 8 && n + ni + e < p.N; e++)
+                dev_store(p.y, to + e, p.y_dtype, from[e]);
+        }
+    }
 }
 
 #endif

@@ -1,5 +1,6 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time against the
  * bytes of weights and rows, or the FLOPs at what the matrix unit reaches (TOW_BENCH_TFLOPS, 780). */
+#include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
 struct shape {
@@ -123,18 +124,25 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
                                             .y_dtype = c->y,
                                             .aq = c->aq,
                                             .round_w = c->round_w};
-        char shape[64];
+        char shape[64], name[64];
         snprintf(shape, sizeof shape, "%d x [%d, %d]%s", T, c->N, c->K,
                  c->groups > 1 ? " x 8" : "");
-        bench_run(b,
-                  &(struct bench_case){.name = c->name,
-                                       .shape = shape,
-                                       .call = call,
-                                       .ctx = &ctx,
-                                       .bytes = wb + T * (k * 2 + width * kern_dtype_bytes(c->y)),
-                                       .flops = 2.0 * T * width * c->K,
-                                       .flops_second = tflops * 1e12,
-                                       .goal = T <= 128 ? c->decode : c->prefill});
+        const bool wide = c->fmt == KERN_W_FP8 && T >= 128;
+        for (int way = 0; way <= wide; way++) {
+            snprintf(name, sizeof name, "%s%s", c->name, way ? " wgmma" : "");
+#ifdef TOW_CUDA
+            cuda_wide_products = way;
+#endif
+            bench_run(
+                b, &(struct bench_case){.name = name,
+                                        .shape = shape,
+                                        .call = call,
+                                        .ctx = &ctx,
+                                        .bytes = wb + T * (k * 2 + width * kern_dtype_bytes(c->y)),
+                                        .flops = 2.0 * T * width * c->K,
+                                        .flops_second = tflops * 1e12,
+                                        .goal = T <= 128 ? c->decode : c->prefill});
+        }
         bench_free_all(b);
     }
     for (int i = 0; i < ctx.turns; i++) kern_dev_unplace(b->dev, placed[i].data);

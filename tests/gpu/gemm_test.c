@@ -2,6 +2,7 @@
  * against double, rows against the CPU's, and rows computed alone or in pieces against the same rows
  * computed all at once, bit by bit. Offsets beyond 2^31. */
 #include "common/base/err.h"
+#include "kernels/cuda/table.h"
 #include "kernels/dev.h"
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
@@ -290,6 +291,57 @@ static void test_shape(void **state)
     assert_int_equal(n_bad, 0);
 }
 
+#ifdef TOW_CUDA
+/* Rows by wgmma have the bits of rows by mma.sync. */
+static void test_wide(void **state)
+{
+    const struct shape *c = *state;
+    const int64_t width = (int64_t)c->groups * c->N;
+    struct setup u = {.c = c, .ld = (int64_t)c->groups * c->K};
+    u.w = u.placed = random_weight(c);
+    assert_int_equal(kern_dev_place(gpu, &u.placed, 1, NULL), 0);
+    u.x = get((size_t)(c->T * u.ld) * 2);
+    for (int64_t i = 0; i < c->T * u.ld; i++) u.x[i] = kern_bf16_encode(draw());
+    const size_t bytes = (size_t)(c->T * width) * 4;
+    u.x_dev = kern_dev_alloc(gpu, (size_t)(c->T * u.ld) * 2);
+    void *y_dev = kern_dev_alloc(gpu, bytes);
+    assert_true(u.x_dev && y_dev);
+    struct kern_stream *s = kern_dev_stream(gpu);
+    kern_stream_write(s, u.x_dev, u.x, (size_t)(c->T * u.ld) * 2);
+    float *want = get(bytes), *y = get(bytes);
+    const int before = cuda_wide_products;
+    cuda_wide_products = 0;
+    run(&u, 0, c->T, y_dev, width, KERN_F32);
+    assert_int_equal(kern_stream_read(s, want, y_dev, bytes), 0);
+    memset(y, 0xff, bytes);
+    kern_stream_write(s, y_dev, y, bytes);
+    cuda_wide_products = 1;
+    run(&u, 0, c->T, y_dev, width, KERN_F32);
+    cuda_wide_products = before;
+    assert_int_equal(kern_stream_read(s, y, y_dev, bytes), 0);
+    int64_t differ = 0, first = -1;
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < c->T * width; i++) {
+        const double d = (double)y[i] - (double)want[i];
+        diff += d * d, norm += (double)want[i] * (double)want[i];
+        if (memcmp(y + i, want + i, 4) == 0) continue;
+        differ++;
+        if (first < 0) first = i;
+    }
+    print_message("%-14s by wgmma: %lld of %lld outputs differ, %.3g in the norm", c->name,
+                  (long long)differ, (long long)(c->T * width), sqrt(diff / norm));
+    if (differ)
+        print_message("; row %lld, output %lld: %a, not %a", (long long)(first / width),
+                      (long long)(first % width), (double)y[first], (double)want[first]);
+    print_message("\n");
+    free(want), free(y), free(u.x), free((void *)(uintptr_t)u.w.data);
+    free((void *)(uintptr_t)u.w.scale);
+    kern_dev_free(gpu, u.x_dev), kern_dev_free(gpu, y_dev);
+    kern_dev_unplace(gpu, u.placed.data);
+    assert_int_equal(differ, 0);
+}
+#endif
+
 /* Rows of x and y so far apart that their offsets need more than 31 bits. */
 static void test_linear__offsets_beyond_2_31_are_right(void **state)
 {
@@ -395,13 +447,22 @@ int main(void)
     }
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     enum { N_SHAPES = sizeof shapes / sizeof *shapes };
-    struct CMUnitTest tests[N_SHAPES + 2] = {
+    struct CMUnitTest tests[2 * N_SHAPES + 2] = {
         cmocka_unit_test(test_linear__every_code_has_its_value),
         cmocka_unit_test(test_linear__offsets_beyond_2_31_are_right)};
+    int n = 2;
     for (int i = 0; i < N_SHAPES; i++)
-        tests[2 + i] = (struct CMUnitTest){shapes[i].name, test_shape, NULL, NULL,
-                                           (void *)(uintptr_t)&shapes[i]};
-    int failed = cmocka_run_group_tests_name("gpu/gemm", tests, NULL, NULL);
+        tests[n++] = (struct CMUnitTest){shapes[i].name, test_shape, NULL, NULL,
+                                         (void *)(uintptr_t)&shapes[i]};
+#ifdef TOW_CUDA
+    for (int i = 0; i < N_SHAPES; i++) {
+        if (shapes[i].fmt != KERN_W_FP8) continue;
+        if (strcmp(kern_dev_isa(gpu), "sm_90") != 0) continue;
+        tests[n++] = (struct CMUnitTest){shapes[i].name, test_wide, NULL, NULL,
+                                         (void *)(uintptr_t)&shapes[i]};
+    }
+#endif
+    int failed = _cmocka_run_group_tests("gpu/gemm", tests, (size_t)n, NULL, NULL);
     kern_dev_close(gpu);
     kern_dev_close(cpu);
     return failed;
