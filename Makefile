@@ -107,7 +107,7 @@ all: $(PROGRAMS) $(ALL_LIBS)
 
 help:
 	@echo "all               the four programs, at $(B)/bin (default)"
-	@echo "demo              router + prefill + decode, one question, the streamed answer"
+	@echo "demo              router + prefill + decode, one question, the streamed answer (DEVICE=cuda:0: on a GPU)"
 	@echo "test              unit, kernels, golden, fault and cluster tests; closes with 'N passed, N failed'"
 	@echo "unit-test kernels-test golden-test fault-test gpu-test cluster-test    one kind of them"
 	@echo "asan tsan         the C tests under sanitizers"
@@ -249,7 +249,7 @@ bench: all $(BENCHES)
 	@sh tests/bench/run.sh $(B)
 
 demo: all
-	@sh deploy/run-demo.sh
+	@TOW_DEVICE=$(DEVICE) sh deploy/run-demo.sh
 
 # --- housekeeping -----------------------------------------------------------------------------
 FORMATTED = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

@@ -1,5 +1,6 @@
 #!/bin/sh
 # `make demo`: a cluster of one prefill and one decode worker, one question, the streamed answer, all stopped.
+# TOW_DEVICE=cuda:0 (make demo DEVICE=cuda:0) runs both on that device.
 cd "$(dirname "$0")/.." || exit 1
 TOW_RUN=$(mktemp -d) || exit 1
 export TOW_RUN
@@ -12,7 +13,7 @@ fail() { stop; exit 1; }
 
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || exit 1
 echo "starting router, prefill and decode"
-sh deploy/local.sh up --http "127.0.0.1:$port" || fail
+sh deploy/local.sh up --http "127.0.0.1:$port" ${TOW_DEVICE:+-- --device "$TOW_DEVICE"} || fail
 
 question='production:
   billing-api:
@@ -32,6 +33,6 @@ What is the deploy token of billing-api in production?'
 echo
 printf '%s\n' "$question" | sed 's/^/  > /'
 echo
-build/release/bin/towpath-ctl chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 200 --stats "$question" || fail
+"${TOW_BIN:-build/release/bin}/towpath-ctl" chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 200 --stats "$question" || fail
 echo
 stop
