@@ -93,7 +93,9 @@ static __global__ void plan_kernel(const int32_t *experts, int32_t n, int32_t E,
                                     count - at < plan.tokens ? count - at : plan.tokens};
         }
     }
-    if (threadIdx.x == 0) *plan.n_pairs = pairs, *plan.n_tiles = tiles;
+    if (threadIdx.x == 0) *plan.n_pairs = pairs;
+    for (int32_t i = tiles + (int32_t)threadIdx.x; i < plan.max_tiles; i += (int32_t)blockDim.x)
+        plan.tiles[i] = {0, 0, 0};
     __syncthreads();
     for (int32_t i = begin; i < end; i += 32) {
         const int32_t e = expert_of(experts, i + lane, end, E);
@@ -115,14 +117,13 @@ static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t to
     /* An expert has at most one tile that is not full. */
     const int64_t tiles = n / tokens + (n < p->E ? n : p->E);
     if (n > INT32_MAX / 2 || tiles > INT32_MAX / 4) return TOW_EINVAL;
-    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(2 * n + 2 + 3 * tiles) * 4);
+    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(2 * n + 1 + 3 * tiles) * 4);
     int warps = (int)((s->max_shared - 1024) / 4 / p->E);
     if (!m) return TOW_ENOMEM;
     if (warps < 1) return TOW_EINVAL;
     warps = warps > 32 ? 32 : warps;
     if (warps > 4 && warps > cuda_ceil(n, 32)) warps = n > 128 ? (int)cuda_ceil(n, 32) : 4;
-    *plan = {m,     m + 1, m + 2, m + 2 + n, (struct moe_tile *)(m + 2 + 2 * n), (int32_t)tiles,
-             tokens};
+    *plan = {m, m + 1, m + 1 + n, (struct moe_tile *)(m + 1 + 2 * n), (int32_t)tiles, tokens};
     CUDA_SHARED(plan_kernel, s->max_shared - 1024);
     plan_kernel<<<1, (unsigned)warps * 32, (size_t)warps *(size_t)p->E * 4, s->cu>>>(
         p->experts, (int32_t)n, p->E, *plan);

@@ -17,12 +17,12 @@ struct moe_tile {
 };
 /* On the device. */
 struct moe_plan {
-    int32_t *n_tiles, *n_pairs; /* [1] */
-    int32_t *order;             /* [n_pairs]: row * k + slot of a pair */
-    int32_t *place;             /* [T * k]: where in order, or -1 */
-    struct moe_tile *tiles;
-    int32_t max_tiles; /* of T * k pairs, however they fall */
-    int32_t tokens;    /* pairs of a tile */
+    int32_t *n_pairs;       /* [1] */
+    int32_t *order;         /* [n_pairs]: row * k + slot of a pair */
+    int32_t *place;         /* [T * k]: where in order, or -1 */
+    struct moe_tile *tiles; /* [max_tiles], those beyond the last have n 0 */
+    int32_t max_tiles;      /* of T * k pairs, however they fall */
+    int32_t tokens;         /* pairs of a tile */
 };
 
 /* One matrix of each expert. */

@@ -46,7 +46,9 @@ template <enum kern_wfmt F, int NT, bool TWO> struct moe_shape {
         X_AT = SCALES_AT + 2 * ROWS * SCALES,
         X1_AT = X_AT + TOKENS * X,
         STAGE = X1_AT + (TWO ? TOKENS * X : 0),
-        TOGETHER = NT >= 4 ? 2 : 1, /* groups of eight pairs between two branches */
+        TOGETHER = NT >= 8   ? 4
+                   : NT >= 4 ? 2
+                             : 1, /* groups of eight pairs between two branches */
         PER_SM = NT >= 8          ? 1
                  : NT >= 4 || TWO ? 2
                                   : 3, /* blocks meant to share a multiprocessor */
@@ -193,9 +195,9 @@ moe_load(const struct moe_product &p, const struct moe_job &j, struct moe_reader
     }
 }
 
-/* The two warp-wide groups of 16 weight rows times all pairs, over a stage; n_groups of eight pairs, all
- * NT if FULL. scale: fp8's block scales of the groups. */
-template <enum kern_wfmt F, int NT, bool TWO, bool FULL>
+/* The two warp-wide groups of 16 weight rows times n_groups of eight pairs, over a stage. scale: fp8's
+ * block scales of the groups of rows. */
+template <enum kern_wfmt F, int NT, bool TWO>
 static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_groups,
                                                    const float (&scale)[2], float (&acc)[2][NT][4])
 {
@@ -257,7 +259,7 @@ static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_g
             }
 #pragma unroll
             for (int i0 = 0; i0 < NT; i0 += S::TOGETHER) {
-                if (!FULL && i0 > 0 && i0 >= n_groups) break;
+                if (i0 > 0 && i0 >= n_groups) break;
                 uint4 x0[S::TOGETHER], x1[S::TOGETHER];
 #pragma unroll
                 for (int i = 0; i < S::TOGETHER; i++) {
@@ -314,8 +316,8 @@ static __global__ void __launch_bounds__(moe_shape<F, NT, TWO>::THREADS,
     __shared__ int32_t x_row[S::TOKENS];
     __shared__ float weight[S::TOKENS];
     const int tid = threadIdx.x, at = blockIdx.x / row_tiles, part = blockIdx.x % row_tiles;
-    if (at >= *p.plan.n_tiles) return;
     const struct moe_tile tile = p.plan.tiles[at];
+    if (tile.n == 0) return;
     const struct cuda_weight *wa = &p.a.w[tile.expert], *wb = &p.b.w[tile.expert];
     const int64_t first[2] = {(int64_t)part * S::ROWS * (p.up ? 1 : 2),
                               (int64_t)part * S::ROWS * (p.up ? 1 : 2) + (p.up ? 0 : S::ROWS)};
@@ -355,11 +357,7 @@ static __global__ void __launch_bounds__(moe_shape<F, NT, TWO>::THREADS,
             scale[0] = moe_block_scale(p.a, j.scale[0], first[0], it);
             scale[1] = j.left[1] > 0 ? moe_block_scale(p.b, j.scale[1], first[1], it) : 0.0f;
         }
-        const uint8_t *stage = shared + at_stage * S::STAGE;
-        if (NT >= 8 && n_groups == NT)
-            moe_compute<F, NT, TWO, true>(stage, n_groups, scale, acc);
-        else
-            moe_compute<F, NT, TWO, false>(stage, n_groups, scale, acc);
+        moe_compute<F, NT, TWO>(shared + at_stage * S::STAGE, n_groups, scale, acc);
         if (++load_at == stages) load_at = 0;
         if (++at_stage == stages) at_stage = 0;
     }
