@@ -4,13 +4,15 @@
  * The work is a list of tiles: for each block of R rows (four in prefill, one in decode) runs of 128
  * entries. Every CTA of a fixed grid adds up how many there are, takes an equal and contiguous share,
  * and walks it; lengths are read on the device and no CTA has more than one tile above another.
- * A tile: codes are widened to bf16 in shared memory, keys stand on the M side and stay in registers
- * while the rows of the block pass by, heads on the N side; so a thread has sixteen of 64 heads
- * of a key, adds up their weighted positive parts ascending, and two shuffles finish the key. The next
- * tile's codes are on their way meanwhile. A key's scale (fp8) multiplies the finished sum.
+ * A tile: codes are widened to bf16 in shared memory, keys stand on the M side and heads on the N
+ * side; so a thread has sixteen of 64 heads of a key, adds up their weighted positive parts, and two
+ * shuffles finish the key. In prefill a warp keeps 32 keys in registers while rows pass by; in decode it
+ * keeps half of the row's heads while keys pass by, two warps' halves are added, and the next tile's
+ * codes are on their way meanwhile. A key's scale (fp8) multiplies the finished sum.
  *
- * The order of a score's sum depends on the width and the number of heads alone. A key side of wgmma
- * is the next step for prefill; it would have to keep this order or be used for decode too.
+ * The order of a score's sum depends on the width and the number of heads alone: each half of the
+ * heads by threads of a quad, ascending in a thread, then the quad, then the halves.
+ * For prefill on Hopper wgmma is the next step; it would have to keep this order, or decode use it too.
  * Bound: decode by reading keys (68 or 132 bytes an entry), prefill by the matrix unit.
  */
 #include "kernels/attn/index_score.cuh"
@@ -198,22 +200,127 @@ static __device__ __forceinline__ void load_queries(const struct index_score &p,
     }
 }
 
+/* Adds a thread's part of eight heads, for 16 keys: those of lane / 4 and 8 behind. */
+static __device__ __forceinline__ void add_heads(float (&sum)[2], const float2 &w,
+                                                 const float (&acc)[4])
+{
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        sum[i] = fmaf(w.x, positive(acc[2 * i]), sum[i]);
+        sum[i] = fmaf(w.y, positive(acc[2 * i + 1]), sum[i]);
+    }
+}
+static __device__ __forceinline__ float quad_sum(float v)
+{
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+/* A tile against one of the block's rows: a warp has 32 keys in registers, and all heads in turn. */
+template <int KS>
+static __device__ __forceinline__ void score_row(const uint4 *q, const float *wt, int32_t heads,
+                                                 const uint32_t (&a)[2][KS][4], float (&out)[2][2])
+{
+    using at = rows_of<KS>;
+    const int lane = threadIdx.x % 32;
+    float sum[2][2] = {}, lower[2][2] = {};
+    for (int h = 0; h < heads; h += 16) {
+        float acc[2][2][4] = {};
+        const int row = h + lane % 8 + lane / 16 * 8;
+#pragma unroll
+        for (int k = 0; k < KS; k++) {
+            uint32_t x[4];
+            dev_ldmatrix4(x, &q[at::at(row, 2 * k + lane / 8 % 2)]);
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                dev_mma(acc[m][0], a[m][k], x);
+                dev_mma(acc[m][1], a[m][k], x + 2);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            const bool middle = h + n * 8 == heads / 2;
+            const float2 w = *(const float2 *)&wt[h + n * 8 + lane % 4 * 2];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    if (middle) {
+                        lower[m][i] = sum[m][i];
+                        sum[m][i] = 0.0f;
+                    }
+                add_heads(sum[m], w, acc[m][n]);
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) out[m][i] = quad_sum(lower[m][i]) + quad_sum(sum[m][i]);
+}
+
+/* The only row of a block: a warp has half of its heads in registers, and takes 32 keys. */
+template <int KS> struct half_row {
+    static constexpr int NT = MAX_HEADS / 16;
+    uint32_t x[NT][KS][2];
+    float2 w[NT];
+    int32_t n; /* eights of heads */
+
+    __device__ __forceinline__ void load(const uint4 *q, const float *wt, int32_t heads, int half)
+    {
+        using at = rows_of<KS>;
+        const int lane = threadIdx.x % 32;
+        n = heads / 16;
+#pragma unroll
+        for (int i = 0; i < NT; i++) {
+            if (i >= n) break;
+            const int h = half * (heads / 2) + i * 8;
+            w[i] = *(const float2 *)&wt[h + lane % 4 * 2];
+#pragma unroll
+            for (int k = 0; k < KS; k += 2) {
+                uint32_t r[4];
+                dev_ldmatrix4(r, &q[at::at(h + lane % 8, 2 * k + lane / 8)]);
+                x[i][k][0] = r[0], x[i][k][1] = r[1];
+                x[i][k + 1][0] = r[2], x[i][k + 1][1] = r[3];
+            }
+        }
+    }
+    __device__ __forceinline__ void score(const uint4 *keys, int key0, float (&out)[2][2]) const
+    {
+        using at = rows_of<KS>;
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            float acc[NT][4] = {}, sum[2] = {};
+#pragma unroll
+            for (int k = 0; k < KS; k++) {
+                uint32_t a[4];
+                dev_ldmatrix4(a, &keys[at::at(key0 + m * 16 + lane % 16, 2 * k + lane / 16)]);
+#pragma unroll
+                for (int i = 0; i < NT; i++)
+                    if (i < n) dev_mma(acc[i], a, x[i][k]);
+            }
+#pragma unroll
+            for (int i = 0; i < NT; i++)
+                if (i < n) add_heads(sum, w[i], acc[i]);
+            out[m][0] = quad_sum(sum[0]);
+            out[m][1] = quad_sum(sum[1]);
+        }
+    }
+};
+
 template <int KS, int FMT, int R>
 static __global__ void __launch_bounds__(THREADS, 2)
     score_kernel(const __grid_constant__ struct index_score p, int32_t heads)
 {
     using at = rows_of<KS>;
-    constexpr int MT = R == 1 ? 1 : 2;                    /* 16-key tiles of a warp */
-    constexpr bool AHEAD = FMT != KERN_IK_BF16 || R == 1; /* registers for the next tile */
+    constexpr bool AHEAD = R == 1 && FMT != KERN_IK_BF16; /* else no registers for the next tile */
     extern __shared__ uint4 shared[];
     uint4 *keys = shared, *q = keys + TILE * at::LD;
-    float *wt = (float *)(q + R * heads * at::LD), *scales = wt + R * heads;
+    float *wt = (float *)(q + R * heads * at::LD), *scales = wt + R * heads, *upper = scales + TILE;
     __shared__ int32_t warp_sums[WARPS];
     __shared__ struct share found;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int key0 = (R == 1 ? warp : warp % 4) * 16 * MT;
-    const int first_row = R == 1 ? 0 : warp / 4 * (R / 2),
-              last_row = R == 1 ? 1 : first_row + R / 2;
+    const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 % 4 * 32, half = threadIdx.x / 128;
 
     const struct share sh = find_share(p, R, warp_sums, &found);
     int32_t left = sh.tiles, skip = sh.tile;
@@ -226,70 +333,65 @@ static __global__ void __launch_bounds__(THREADS, 2)
                 t += g.n;
                 continue;
             }
-            int32_t tile = skip;
-            const int32_t stop = g.tiles - tile < left ? g.tiles : tile + left;
-            left -= stop - tile;
+            const int32_t first = skip;
+            const int32_t stop = g.tiles - first < left ? g.tiles : first + left;
+            left -= stop - first;
             skip = 0;
             struct codes<KS, FMT> c;
-            if (AHEAD) c.load(p, g.q, tile * TILE, g.seen);
+            struct half_row<KS> own; /* R == 1 */
+            if (AHEAD) c.load(p, g.q, first * TILE, g.seen);
             load_queries<KS>(p, t, g.n, heads, q, wt);
-            for (; tile < stop; tile++) {
+            for (int32_t tile = first; tile < stop; tile++) {
                 if (!AHEAD) c.load(p, g.q, tile * TILE, g.seen);
                 c.store(keys, scales);
                 __syncthreads();
                 if (AHEAD && tile + 1 < stop) c.load(p, g.q, (tile + 1) * TILE, g.seen);
-                uint32_t a[MT][KS][4];
+                const int mine = key0 + lane / 4; /* and 8, 16, 24 behind */
+                float v[2][2];
+                if constexpr (R == 1) {
+                    if (tile == first) own.load(q, wt, heads, half);
+                    own.score(keys, key0, v);
+                    if (half == 1 && lane % 4 == 0)
 #pragma unroll
-                for (int m = 0; m < MT; m++)
+                        for (int i = 0; i < 4; i++) upper[mine + i * 8] = v[i / 2][i % 2];
+                    float scale[4];
 #pragma unroll
-                    for (int k = 0; k < KS; k++)
-                        dev_ldmatrix4(a[m][k],
-                                      &keys[at::at(key0 + m * 16 + lane % 16, 2 * k + lane / 16)]);
-                for (int r = first_row; r < last_row && r < g.n; r++) {
-                    float sum[MT][2] = {};
-                    for (int h = 0; h < heads; h += 16) {
-                        float acc[MT][2][4] = {};
-                        const int row = r * heads + h + lane % 8 + lane / 16 * 8;
+                    for (int i = 0; i < 4; i++)
+                        scale[i] = FMT == KERN_IK_FP8 ? scales[mine + i * 8] : 1.0f;
+                    __syncthreads();
+                    float *out = p.out + (int64_t)(t - p.row0) * p.ld + tile * TILE;
+                    if (half == 0 && lane % 4 == 0)
 #pragma unroll
-                        for (int k = 0; k < KS; k++) {
-                            uint32_t x[4];
-                            dev_ldmatrix4(x, &q[at::at(row, 2 * k + lane / 8 % 2)]);
+                        for (int i = 0; i < 4; i++) {
+                            const int key = mine + i * 8;
+                            const float sum = v[i / 2][i % 2] + upper[key];
+                            if (tile * TILE + key < g.seen)
+                                out[key] = FMT == KERN_IK_FP8 ? sum * scale[i] : sum;
+                        }
+                } else {
+                    uint32_t a[2][KS][4];
 #pragma unroll
-                            for (int m = 0; m < MT; m++) {
-                                dev_mma(acc[m][0], a[m][k], x);
-                                dev_mma(acc[m][1], a[m][k], x + 2);
+                    for (int m = 0; m < 2; m++)
+#pragma unroll
+                        for (int k = 0; k < KS; k++)
+                            dev_ldmatrix4(
+                                a[m][k],
+                                &keys[at::at(key0 + m * 16 + lane % 16, 2 * k + lane / 16)]);
+                    for (int r = half * (R / 2); r < (half + 1) * (R / 2) && r < g.n; r++) {
+                        score_row<KS>(q + r * heads * at::LD, wt + r * heads, heads, a, v);
+                        const int32_t seen = dev_visible(p.kv, g.q, t + r);
+                        float *out = p.out + (int64_t)(t + r - p.row0) * p.ld + tile * TILE;
+                        if (lane % 4 == 0)
+#pragma unroll
+                            for (int i = 0; i < 4; i++) {
+                                const int key = mine + i * 8;
+                                const float sum = v[i / 2][i % 2];
+                                if (tile * TILE + key < seen)
+                                    out[key] = FMT == KERN_IK_FP8 ? sum * scales[key] : sum;
                             }
-                        }
-#pragma unroll
-                        for (int n = 0; n < 2; n++) {
-                            const float2 w =
-                                *(const float2 *)&wt[r * heads + h + n * 8 + lane % 4 * 2];
-#pragma unroll
-                            for (int m = 0; m < MT; m++)
-#pragma unroll
-                                for (int i = 0; i < 2; i++) {
-                                    sum[m][i] = fmaf(w.x, positive(acc[m][n][2 * i]), sum[m][i]);
-                                    sum[m][i] =
-                                        fmaf(w.y, positive(acc[m][n][2 * i + 1]), sum[m][i]);
-                                }
-                        }
                     }
-                    const int32_t seen = dev_visible(p.kv, g.q, t + r);
-                    float *out = p.out + (int64_t)(t + r - p.row0) * p.ld;
-#pragma unroll
-                    for (int m = 0; m < MT; m++)
-#pragma unroll
-                        for (int i = 0; i < 2; i++) {
-                            float v = sum[m][i];
-                            v += __shfl_xor_sync(~0u, v, 1);
-                            v += __shfl_xor_sync(~0u, v, 2);
-                            const int key = key0 + m * 16 + i * 8 + lane / 4;
-                            const int32_t e = tile * TILE + key;
-                            if (FMT == KERN_IK_FP8) v *= scales[key];
-                            if (lane % 4 == 0 && e < seen) out[e] = v;
-                        }
+                    __syncthreads();
                 }
-                __syncthreads();
             }
             t += g.n;
         }
@@ -330,18 +432,18 @@ static __global__ void __launch_bounds__(32 * PLAIN_WARPS)
     }
 }
 
+template <int KS, int R> static constexpr size_t shared_bytes(int32_t heads)
+{
+    return (size_t)(TILE + R * heads) * rows_of<KS>::LD * 16 +
+           (size_t)(R * heads + (R == 1 ? 2 : 1) * TILE) * sizeof(float);
+}
 template <int KS, int FMT, int R>
 static void launch(struct kern_stream *s, const struct index_score *p)
 {
     const int32_t heads = (int32_t)cuda_ceil(p->H, 16) * 16;
-    const size_t bytes = (size_t)(TILE + R * heads) * rows_of<KS>::LD * 16 +
-                         (size_t)(R * heads + TILE) * sizeof(float);
-    const size_t most = (size_t)(TILE + R * MAX_HEADS) * rows_of<KS>::LD * 16 +
-                        (size_t)(R * MAX_HEADS + TILE) * sizeof(float);
-    static_assert((TILE + R * MAX_HEADS) * rows_of<KS>::LD * 16 + (R * MAX_HEADS + TILE) * 4 <=
-                      99 * 1024 - 512,
-                  "shared memory of sm_120");
-    CUDA_SHARED((score_kernel<KS, FMT, R>), most);
+    const size_t bytes = shared_bytes<KS, R>(heads);
+    static_assert(shared_bytes<KS, R>(MAX_HEADS) <= 99 * 1024 - 512, "shared memory of sm_120");
+    CUDA_SHARED((score_kernel<KS, FMT, R>), (shared_bytes<KS, R>(MAX_HEADS)));
     score_kernel<KS, FMT, R><<<(unsigned)(2 * s->n_sm), THREADS, bytes, s->cu>>>(*p, heads);
 }
 template <int KS, int FMT>
