@@ -116,9 +116,26 @@ static bool panel_open(struct panel *p, const struct kern_weight *w, int64_t n, 
     return !_mm512_cmplt_epu8_mask(least, low) && !_mm512_cmpgt_epu8_mask(most, high);
 }
 
-/* --- conversion of one run: out[32 rows][128], a quarter of it being 32 values of each row */
+/* --- conversion of one run
+ *
+ * Ahead (what is used at once): out[32 rows][128], whose lines the rows of a weight, often 4 KiB
+ * apart, push out of the first-level cache less. Not ahead (a panel that many rows of x meet): tile
+ * after tile, out[quarter][strip][16][32]. */
 
-static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_t *out)
+V_INLINE int64_t quarter_step(bool ahead)
+{
+    return ahead ? 32 : STRIPS * 16 * 32;
+}
+V_INLINE int64_t row_step(bool ahead)
+{
+    return ahead ? KERN_AMX_RUN : 32;
+}
+V_INLINE uint16_t *row_out(uint16_t *out, int r, bool ahead)
+{
+    return out + (ahead ? r * KERN_AMX_RUN : (r / 16 * 16 * 32 + r % 16 * 32));
+}
+
+static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_t *out, bool ahead)
 {
     const struct kern_weight *w = p->w;
     for (int r = r0; r < r0 + ROWS_AT_ONCE; r++)
@@ -132,7 +149,7 @@ static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_
                                           : kern_e2m1_value[kern_nibble(p->row[r], k)]);
             int quarter = w->fmt == KERN_W_FP8 ? i / 32 : i % 4;
             int lane = w->fmt == KERN_W_FP8 ? i % 32 : i / 4;
-            out[r * KERN_AMX_RUN + quarter * 32 + lane] = kern_bf16_encode(v);
+            row_out(out, r, ahead)[quarter * quarter_step(ahead) + lane] = kern_bf16_encode(v);
         }
 }
 
@@ -174,7 +191,7 @@ V_INLINE __mmask32 lanes_left(int64_t left, int q)
  * the least ones, those of NaN the greatest; two added with wrap-around, these come first. What is
  * less than 18 is looked up. 120 less the scale's exponent is subtracted with saturation, so that
  * zero stays below the normal numbers, which is zero to the matrix unit. */
-V_INLINE void fp8_to_bf16(__m512i codes, __m512i less, uint16_t *out, __m512i *least)
+V_INLINE void fp8_to_bf16(__m512i codes, __m512i less, uint16_t *out, int64_t step, __m512i *least)
 {
     const __m512i turn = _mm512_set1_epi64((int64_t)BITS(64, 32, 16, 8, 4, 2, 1, 128)),
                   upper = _mm512_set1_epi64((int64_t)BITS(128, 0, 0, 0, 0, 64, 32, 16)),
@@ -188,7 +205,7 @@ V_INLINE void fp8_to_bf16(__m512i codes, __m512i less, uint16_t *out, __m512i *l
     l = _mm512_mask_permutexvar_epi8(l, low, at, _mm512_load_si512(e4m3_low[1]));
     *least = _mm512_min_epu8(*least, at);
     _mm512_storeu_si512(out, _mm512_subs_epu16(_mm512_unpacklo_epi8(l, h), less));
-    _mm512_storeu_si512(out + 32, _mm512_subs_epu16(_mm512_unpackhi_epi8(l, h), less));
+    _mm512_storeu_si512(out + step, _mm512_subs_epu16(_mm512_unpackhi_epi8(l, h), less));
 }
 
 /* From a run to what is fetched with it: a few runs on in the same row, or at the start of the next
@@ -215,13 +232,14 @@ V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *
     const int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
     const int64_t far = ahead ? ahead_of(p, run, KERN_AMX_RUN) : 0;
     const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-    uint16_t *o = out + r0 * KERN_AMX_RUN;
+    uint16_t *o = row_out(out, r0, ahead);
+    const int64_t step = quarter_step(ahead);
     __m512i seen = *least;
     for (int r = r0, end = r0 + ROWS_AT_ONCE; r < end;) {
         bool second = r >= p->split;
         int stop = !second && p->split < end ? p->split : end;
         __m512i less = _mm512_set1_epi16((int16_t)p->less[(second ? p->blocks : 0) + run]);
-        for (; r < stop; r++, o += KERN_AMX_RUN) {
+        for (; r < stop; r++, o += row_step(ahead)) {
             const uint8_t *d = p->row[r] + k;
             if (far) {
                 V_PREFETCH(d + far);
@@ -231,7 +249,8 @@ V_INLINE void convert_fp8(const struct panel *p, int64_t run, int r0, uint16_t *
             for (int i = 0; i < KERN_AMX_RUN; i += 64) {
                 __m512i codes = whole ? _mm512_loadu_si512(d + i)
                                       : _mm512_maskz_loadu_epi8(bytes_left(left - i), d + i);
-                fp8_to_bf16(_mm512_permutexvar_epi64(order, codes), less, o + i, &seen);
+                fp8_to_bf16(_mm512_permutexvar_epi64(order, codes), less, o + i / 32 * step, step,
+                            &seen);
             }
         }
     }
@@ -255,12 +274,13 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
                                 _mm_set1_epi16(0x0380), 1),
         1);
     const __m512i most = _mm512_set1_epi16((125 + 127) << 7);
-    uint16_t *o = out + r0 * KERN_AMX_RUN;
+    uint16_t *o = row_out(out, r0, ahead);
+    const int64_t step = quarter_step(ahead);
     if (ahead && r0 == 0) { /* four bytes of each row's scales; they lie together */
         V_PREFETCH(p->row_scale[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k);
         V_PREFETCH(p->row_scale[0] + KERN_AMX_ROWS * p->w->scale_row_bytes + k + 64);
     }
-    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += KERN_AMX_RUN) {
+    for (int r = r0; r < r0 + ROWS_AT_ONCE; r++, o += row_step(ahead)) {
         const uint8_t *d = p->row[r] + k / 2, *s = p->row_scale[r] + k / 32;
         int32_t four = 0;
         if (ahead) V_PREFETCH(ahead_in_order(p, run, r));
@@ -270,7 +290,7 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
                           : _mm512_maskz_loadu_epi8(((__mmask64)1 << left / 2) - 1, d);
         __m512i less = _mm512_sub_epi16(most, scale);
 #define QUARTER(q, at)                                                                             \
-    _mm512_storeu_si512(o + (q)*32, _mm512_subs_epu16(_mm512_permutexvar_epi16(at, table), less))
+    _mm512_storeu_si512(o + (q)*step, _mm512_subs_epu16(_mm512_permutexvar_epi16(at, table), less))
         QUARTER(0, w);
         QUARTER(1, _mm512_srli_epi16(w, 4));
         QUARTER(2, _mm512_srli_epi16(w, 8));
@@ -279,13 +299,13 @@ V_INLINE void convert_mxfp4(const struct panel *p, int64_t run, int r0, uint16_t
     }
 }
 
-V_INLINE void convert_bf16(const struct panel *p, int64_t run, int r0, uint16_t *out)
+V_INLINE void convert_bf16(const struct panel *p, int64_t run, int r0, uint16_t *out, bool ahead)
 {
     int64_t k = run * KERN_AMX_RUN, left = p->w->k - k;
     for (int r = r0; r < r0 + ROWS_AT_ONCE; r++)
         for (int q = 0; q < QUARTERS; q++)
             _mm512_storeu_si512(
-                out + r * KERN_AMX_RUN + q * 32,
+                row_out(out, r, ahead) + q * quarter_step(ahead),
                 _mm512_maskz_loadu_epi16(lanes_left(left, q), p->row[r] + 2 * k + q * 64));
 }
 
@@ -294,9 +314,9 @@ V_INLINE void convert(const struct panel *p, int64_t run, int r0, uint16_t *out,
                       bool ahead, const bool whole, const enum kern_wfmt fmt)
 {
     if (fmt == KERN_W_BF16)
-        convert_bf16(p, run, r0, out);
+        convert_bf16(p, run, r0, out, ahead);
     else if (p->by_value)
-        convert_by_value(p, run, r0, out);
+        convert_by_value(p, run, r0, out, ahead);
     else if (fmt == KERN_W_FP8)
         convert_fp8(p, run, r0, out, least, ahead, whole);
     else
@@ -360,9 +380,11 @@ V_INLINE void add_run(struct run_at w, const uint32_t *x, int64_t cols, int64_t 
     for (int q = 0; q < QUARTERS; q++) add_quarter(w, q, x, cols, second);
 }
 
-V_INLINE struct run_at run_in(const uint16_t *converted)
+V_INLINE struct run_at run_in(const uint16_t *converted, bool ahead)
 {
-    return (struct run_at){{converted, converted + RUN / STRIPS}, KERN_AMX_RUN * 2, 64};
+    return (struct run_at){{converted, converted + 16 * row_step(ahead)},
+                           row_step(ahead) * 2,
+                           quarter_step(ahead) * 2};
 }
 
 /* Whole bf16 runs need no copy. */
@@ -423,15 +445,16 @@ V_INLINE bool times_stream(const struct panel *p, int64_t nb, const uint32_t *x,
         for (i = 1; i < whole; i++)
             for (int q = 0; q < QUARTERS; q++) {
                 convert(p, i, q * ROWS_AT_ONCE, buffer[i & 1], &least, true, true, fmt);
-                add_quarter(run_in(buffer[(i - 1) & 1]), q, x + (i - 1) * x_run, cols, second);
+                add_quarter(run_in(buffer[(i - 1) & 1], true), q, x + (i - 1) * x_run, cols,
+                            second);
             }
-        add_run(run_in(buffer[(i - 1) & 1]), x + (i - 1) * x_run, cols, second);
+        add_run(run_in(buffer[(i - 1) & 1], true), x + (i - 1) * x_run, cols, second);
     }
     for (; i < p->runs; i++) {
         if (fmt == KERN_W_BF16) bf16_ahead(p, i);
         if (fmt != KERN_W_BF16 || !run_stored(p, nb, i, &at)) {
             convert_all(p, i, buffer[0], &least, true, false, fmt);
-            at = run_in(buffer[0]);
+            at = run_in(buffer[0], true);
         }
         add_run(at, x + i * x_run, cols, second);
     }
@@ -453,7 +476,7 @@ V_INLINE bool times_panel(const struct panel *p, int64_t nb, const uint32_t *x, 
         const uint32_t *xt = x + kern_amx_x_at(t, p->w->k);
         zero_sums();
         for (i = 0; i < p->runs; i++)
-            add_run(run_in(panel + i * RUN), xt + i * KERN_AMX_RUN_WORDS * 16, 16, second);
+            add_run(run_in(panel + i * RUN, false), xt + i * KERN_AMX_RUN_WORDS * 16, 16, second);
         store_sums(nb, nt, 16, c + t * ld_c, ld_c);
     }
     return true;
@@ -531,7 +554,7 @@ V_INLINE void stage_run(struct pipeline *z, int64_t panel, const uint32_t *x, in
     zero_pair(odd);
     for (int64_t i = 0; i < o->p.runs; i++) {
         uint16_t *to = z->buffer[z->steps & 1];
-        struct run_at at = run_in(to);
+        struct run_at at = run_in(to, true);
         bool stored = fmt == KERN_W_BF16 && run_stored(&o->p, o->nb, i, &at);
         if (fmt == KERN_W_BF16) bf16_ahead(&o->p, i);
         for (int q = 0; q < QUARTERS; q++) {
