@@ -261,8 +261,10 @@ struct fetch {
                                          int rd)
     {
         const int lane = threadIdx.x % 32;
-        const bool plain = lane < n_keys && src[key0 + lane].row && !src[key0 + lane].scales;
-        ahead = !__any_sync(~0u, plain) && n_keys * ((d - rd) / 16 + rd / 8) <= 32 * AHEAD;
+        const struct source mine = lane < n_keys ? src[key0 + lane] : source{NULL, NULL};
+        ahead = !__any_sync(~0u, mine.row && !mine.scales) &&
+                __any_sync(~0u, mine.scales != NULL) &&
+                n_keys * ((d - rd) / 16 + rd / 8) <= 32 * AHEAD;
         if (ahead) c.load(src, key0, n_keys, d, rd, lane);
     }
     __device__ __forceinline__ void store(const struct source *src, int key0, int n_keys, int d,
@@ -274,7 +276,7 @@ struct fetch {
             return;
         }
         const bool stored = lane < n_keys && src[key0 + lane].scales;
-        if (!__any_sync(~0u, stored)) {
+        if (!__any_sync(~0u, stored)) { /* or none is there: zeros */
             load_bf16<8>(src, key0, n_keys, y, tile);
             return;
         }
