@@ -494,9 +494,9 @@ extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
                        tiles_fit(p, p->w3) && p->w1->sfmt == p->w3->sfmt;
     /* Pairs of a tile: all of an expert's, mostly; a choice that changes no bit. */
     const int64_t mean = (int64_t)p->T * p->k / p->E;
-    int32_t tokens = mean <= 4 ? 8 : 32;
-    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && p->aq != KERN_AQ_NVFP4 && s->arch == 90)
-        tokens = 128;
+    const bool two = p->aq == KERN_AQ_NVFP4; /* x by the scales of w1 and of w3, side by side */
+    int32_t tokens = mean <= 4 || (two && s->arch != 90) ? 8 : 32; /* 99 KiB there */
+    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90) tokens = 128;
     struct moe_plan plan;
     int rc = make_plan(s, p, tokens, &plan);
     if (rc < 0) return rc;
