@@ -18,7 +18,9 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, int32_t 
     if (row < 0) return;
     float v[4];
     dev_load4(q.x, q.x_dtype, row * q.ld_x + g * q.K + k, k, q.K, by_fours, v);
-    dev_quant4(v, q.aq, q.input_scales ? q.input_scales[t] : q.input_scale, q.wide);
+    if (q.aq == KERN_AQ_A128) dev_quant4_a128(v);
+    if (q.aq == KERN_AQ_NVFP4)
+        dev_quant4_nvfp4(v, q.input_scales ? q.input_scales[t] : q.input_scale, q.wide);
     if (k >= q.Kp) return;
     const int64_t to = tg * q.Kp + k; /* Kp is a multiple of 8, k of 4 */
     if (q.slots) {

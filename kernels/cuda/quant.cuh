@@ -71,23 +71,34 @@ static __device__ __forceinline__ float dev_round_e4m3(float v)
     return dev_e4m3_decode((uint8_t)__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3));
 }
 
-/* Every lane of the warp calls it. wide: NVFP4 with its last factor. */
-static __device__ __forceinline__ void dev_quant4(float v[4], enum kern_act_quant aq,
-                                                  float input_scale, bool wide)
+/* Largest magnitude over `lanes` neighbouring lanes' four values, a power of two; NaN is passed over. */
+template <int LANES> static __device__ __forceinline__ float dev_amax4(const float v[4])
 {
-    if (aq == KERN_AQ_NONE) return;
-    float m = 0;
+    float m = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+    m = fmaxf(m, 0.0f);
 #pragma unroll
-    for (int i = 0; i < 4; i++) m = fmaxf(m, fabsf(v[i])); /* passes over NaN */
-    const int reach = aq == KERN_AQ_A128 ? 16 : 2;
-    for (int d = 1; d <= reach; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-    if (aq == KERN_AQ_A128) {
-        const uint8_t c = kern_e4m3_scale_code(m);
-        const float s = kern_ue8m0_decode(c), inv = kern_ue8m0_inverse(c);
+    for (int d = 1; d < LANES; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+    return m;
+}
+
+/* A128 of a warp's 128 elements; every lane calls it. */
+static __device__ __forceinline__ void dev_quant4_a128(float v[4])
+{
+    const uint8_t c = kern_e4m3_scale_code(dev_amax4<32>(v));
+    const float s = kern_ue8m0_decode(c), inv = kern_ue8m0_inverse(c);
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = dev_round_e4m3(v[i] * inv) * s;
-        return;
+    for (int i = 0; i < 4; i += 2) {
+        const __nv_fp8x2_storage_t q = __nv_cvt_float2_to_fp8x2(
+            make_float2(v[i] * inv, v[i + 1] * inv), __NV_SATFINITE, __NV_E4M3);
+        const float2 f = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
+        v[i] = f.x * s, v[i + 1] = f.y * s;
     }
+}
+
+/* NVFP4 of its blocks of 16. wide: with the last factor. */
+static __device__ __forceinline__ void dev_quant4_nvfp4(float v[4], float input_scale, bool wide)
+{
+    const float m = dev_amax4<4>(v);
     const float sf = dev_round_e4m3((float)((double)m / 6.0 / (double)input_scale));
     const double s = (double)sf * (double)input_scale;
 #pragma unroll
@@ -100,8 +111,12 @@ static __device__ __forceinline__ void dev_quant4(float v[4], enum kern_act_quan
 
 static __device__ __forceinline__ uint2 dev_pack4(const float v[4])
 {
-    return make_uint2(kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16,
-                      kern_bf16_encode(v[2]) | (uint32_t)kern_bf16_encode(v[3]) << 16);
+    const __nv_bfloat162 a = __floats2bfloat162_rn(v[0], v[1]),
+                         b = __floats2bfloat162_rn(v[2], v[3]);
+    uint2 u;
+    memcpy(&u.x, &a, 4);
+    memcpy(&u.y, &b, 4);
+    return u;
 }
 
 #endif

@@ -20,7 +20,7 @@ enum {
     COL_LD = 20, /* floats from column to column of a block's sums: quads fall into other banks */
     SUM_BYTES = 40 * 1024,
     SPAN = 128,      /* elements of x that a warp quantizes at a time */
-    BATCH = 4,       /* spans loaded before the first is quantized */
+    BATCH = 2,       /* spans loaded before the first is quantized */
     MOST_BLOCKS = 8, /* of a cluster, that every machine with clusters has */
 };
 static_assert((int)(WARPS * ROWS) <= (int)BLOCK_N, "rows here have at most two rows of scales");
@@ -34,7 +34,6 @@ template <enum kern_wfmt F, int NT, bool OWN> struct shape {
                                              : 2)
             : NT <= 2 && W <= 8 ? 4
                                 : 2,
-        OUTS = NT == 1 ? 4 : 2 * NT, /* outputs that a thread finishes */
     };
 };
 
@@ -63,19 +62,19 @@ static __device__ __forceinline__ void load(const struct cuda_product &p,
                                             struct stage<F, NT, OWN> &s)
 {
     enum { EACH = weights16<F>::EACH, ROW = weights16<F>::ROW };
+    /* Beyond the row its end is read again: there x is zero. */
     const int32_t at = q * ROW + rd.c * EACH, end = (int32_t)p.row_bytes;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         if (EACH == 8) {
-            uint2 v = make_uint2(0, 0);
-            if (at + 8 <= end) v = dev_stream8(rd.w[r] + at);
+            const uint2 v = dev_stream8(rd.w[r] + (at + 8 <= end ? at : end - 8));
             s.w.v[r][0] = v.x, s.w.v[r][1] = v.y;
         } else {
 #pragma unroll
             for (int i = 0; i < EACH / 16; i++) {
-                uint4 v = make_uint4(0, 0, 0, 0);
-                if (at + 16 * i + 16 <= end) v = dev_stream16(rd.w[r] + at + 16 * i);
-                put16(&s.w.v[r][4 * i], v);
+                const int32_t from = at + 16 * i;
+                put16(&s.w.v[r][4 * i],
+                      dev_stream16(rd.w[r] + (from + 16 <= end ? from : end - 16)));
             }
         }
         s.w.factor[r] = weight_factor<F>(p, rd.row[r], q, rd.c);
@@ -95,35 +94,41 @@ static __device__ __forceinline__ void load(const struct cuda_product &p,
 }
 
 /* The part of T rows of x that this block of threads needs, to shared memory, quantized, ld elements
- * apart: of every kw * ks blocks of k the kw from my_k0 on. */
+ * apart: of every kw * ks blocks of k the kw, a power of two, from my_k0 on. */
 static __device__ __forceinline__ void own_rows(const struct cuda_product &p, const uint16_t *x,
                                                 int32_t T, int kw, int ks, int my_k0, uint16_t *to,
                                                 int32_t ld)
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, shift = __ffs(kw) - 1;
     const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
-    const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw, n = T * mine;
-    for (int32_t i0 = warp; i0 < n; i0 += WARPS * BATCH) {
-        float v[BATCH][4];
-        int32_t t[BATCH], k[BATCH];
+    const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw;
+#pragma unroll 1
+    for (int32_t t = 0; t < T; t++, x += p.ld_x, to += ld)
+#pragma unroll 1
+        for (int32_t e0 = warp; e0 < mine; e0 += WARPS * BATCH) {
+            float v[BATCH][4];
+            int32_t k[BATCH];
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            const int32_t i = i0 + b * WARPS, e = i % mine;
-            t[b] = i / mine;
-            k[b] = (e / kw * (kw * ks) + my_k0 + e % kw) * SPAN + 4 * lane;
-            if (i < n) dev_load4(x, KERN_BF16, t[b] * p.ld_x + k[b], k[b], p.K, p.by_fours, v[b]);
-        }
+            for (int b = 0; b < BATCH; b++) {
+                const int32_t e = e0 + b * WARPS;
+                k[b] = ((e >> shift) * (kw * ks) + my_k0 + (e & (kw - 1))) * SPAN + 4 * lane;
+                if (e < mine) dev_load4(x, KERN_BF16, k[b], k[b], p.K, p.by_fours, v[b]);
+            }
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
-            if (i0 + b * WARPS >= n) break;
-            dev_quant4(v[b], p.aq, p.input_scale, false);
-            if (k[b] < width) *(uint2 *)(to + t[b] * ld + k[b]) = dev_pack4(v[b]);
+            for (int b = 0; b < BATCH; b++) {
+                if (e0 + b * WARPS >= mine) break;
+                if (p.aq == KERN_AQ_A128) dev_quant4_a128(v[b]);
+                if (k[b] < width) *(uint2 *)(to + k[b]) = dev_pack4(v[b]);
+            }
         }
-    }
 }
 
-/* Clusters, where there are any. */
+/* Clusters, where there are any. A block of threads has begun, is as far as this, waits for the others. */
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+static __device__ __forceinline__ void cluster_begin(void)
+{
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 static __device__ __forceinline__ void cluster_arrive(void)
 {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
@@ -140,6 +145,7 @@ static __device__ __forceinline__ float *leaders(float *p)
     return (float *)q;
 }
 #else
+static __device__ __forceinline__ void cluster_begin(void) {}
 static __device__ __forceinline__ void cluster_arrive(void) {}
 static __device__ __forceinline__ void cluster_wait(void) {}
 static __device__ __forceinline__ float *leaders(float *p)
@@ -158,13 +164,13 @@ static __device__ __forceinline__ void meet(int ks)
 }
 
 /* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own; `held`
- * block sums, a multiple of kw * ks, of each 16 rows are kept before they are added. */
+ * block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they are added. */
 template <enum kern_wfmt F, int NT, bool OWN>
 static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     few_kernel(struct cuda_product p, int kw, int ks, int held)
 {
-    enum { D = shape<F, NT, OWN>::D, OUTS = shape<F, NT, OWN>::OUTS };
-    /* scales [2][n_blocks]; sums [rw][held][T][COL_LD]; x [T][x_ld] */
+    enum { D = shape<F, NT, OWN>::D };
+    /* scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS]; x [T][x_ld] */
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
     const int rank = blockIdx.x % ks, all_k = kw * ks;
@@ -176,7 +182,8 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     const int32_t m = (n_blocks + all_k - 1) / all_k * 2; /* groups of a warp */
     const int32_t sum_ld = T * COL_LD, x_ld = n_groups * GROUP_K + 8;
     float *scales = shared, *sums = shared + (2 * n_blocks + 3) / 4 * 4;
-    uint16_t *xs = (uint16_t *)(sums + rw * held * sum_ld);
+    float *totals = sums + rw * held * sum_ld;
+    uint16_t *xs = (uint16_t *)(totals + rw * T * ROWS);
     const uint16_t *x = p.x + (int64_t)t0 * p.ld_x + blockIdx.y * p.x_group;
     struct reader<NT> rd;
 #pragma unroll
@@ -192,13 +199,14 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     }
     rd.c = c;
 
-    if (ks > 1) cluster_arrive(); /* all must have begun before one writes to another */
+    if (ks > 1) cluster_begin(); /* all must have begun before one writes to another */
     struct stage<F, NT, OWN> st[D];
 #define GROUP_OF(j) (2 * (my_k + all_k * ((j) / 2)) + (j) % 2)
 #pragma unroll
     for (int d = 0; d < D; d++)
         if (d < m) load<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
     if (F == KERN_W_FP8)
+#pragma unroll 1
         for (int i = threadIdx.x; i < 2 * n_blocks; i += THREADS) {
             const int64_t row = first / BLOCK_N + i / n_blocks;
             const bool there = row * BLOCK_N < (int64_t)p.groups * p.N;
@@ -211,15 +219,14 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     if (ks > 1) cluster_wait();
     float *put = ks > 1 ? leaders(sums) : sums;
 
-    const int n_out =
-        rank == 0 ? rw * ROWS * T : 0; /* this thread finishes threadIdx.x + THREADS i */
-    float total[OUTS], sum[NT][4];
-#pragma unroll
-    for (int i = 0; i < OUTS; i++) total[i] = 0;
+    const int n_out = rank == 0 ? rw * ROWS * T : 0;
+    float sum[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) sum[n][e] = 0;
+    int32_t b0 = 0; /* first block kept */
+#pragma unroll 1
     for (int32_t j0 = 0; j0 < m; j0 += D) {
 #pragma unroll
         for (int d = 0; d < D; d++) {
@@ -238,10 +245,8 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             }
             if (j + D < m) load<F, NT, OWN>(p, rd, GROUP_OF(j + D), st[d]);
             if (d % 2 == 0) continue;
-
-            const int32_t b = q / 2, kept = j / 2 * all_k % held; /* of the first warp */
-            float *to = put + (my_r * held + kept + my_k) * sum_ld + g;
-            if (b < n_blocks) {
+            if (q / 2 < n_blocks) {
+                float *to = put + (my_r * held + q / 2 - b0) * sum_ld + g;
 #pragma unroll
                 for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -254,38 +259,33 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
             for (int n = 0; n < NT; n++)
 #pragma unroll
                 for (int e = 0; e < 4; e++) sum[n][e] = 0;
-            if (kept + all_k < held && j + 1 < m) continue;
-
-            meet(ks);
-            const int32_t b0 = b - my_k - kept; /* first block kept */
-            const int32_t nb = n_blocks - b0 < kept + all_k ? n_blocks - b0 : kept + all_k;
-#pragma unroll
-            for (int i = 0; i < OUTS; i++) {
-                const int o = threadIdx.x + THREADS * i;
-                if (o >= n_out) break;
-                const int r = o % ROWS, t = o / ROWS % T, tile = o / (ROWS * T);
-                const float *from = sums + tile * held * sum_ld + t * COL_LD + r;
-                const float *sc =
-                    scales + ((first + tile * ROWS + r) / BLOCK_N - first / BLOCK_N) * n_blocks +
-                    b0;
-#pragma unroll 8
-                for (int32_t i_b = 0; i_b < nb; i_b++)
-                    total[i] = fmaf(from[i_b * sum_ld], F == KERN_W_FP8 ? sc[i_b] : 1.0f, total[i]);
-            }
-            if (j + 1 < m) meet(ks);
         }
+        const bool last = j0 + D >= m;
+        const int32_t end = (j0 + D) / 2 * all_k; /* the block after those made so far */
+        if (!last && end + D / 2 * all_k - b0 <= held) continue;
+
+        meet(ks);
+        const int32_t nb = (end < n_blocks ? end : n_blocks) - b0;
+#pragma unroll 1
+        for (int o = threadIdx.x; o < n_out; o += THREADS) { /* always the same thread's */
+            const int r = o % ROWS, t = o / ROWS % T, tile = o / (ROWS * T);
+            const int32_t n = n_cta + tile * ROWS + r;
+            const int64_t row = first + tile * ROWS + r;
+            const float *from = sums + tile * held * sum_ld + t * COL_LD + r;
+            const float *sc = scales + (row / BLOCK_N - first / BLOCK_N) * n_blocks + b0;
+            float total = b0 ? totals[o] : 0.0f;
+#pragma unroll 8
+            for (int32_t b = 0; b < nb; b++)
+                total = fmaf(from[b * sum_ld], F == KERN_W_FP8 ? sc[b] : 1.0f, total);
+            if (!last)
+                totals[o] = total;
+            else if (n < p.N)
+                dev_store(p.y, (t0 + t) * p.ld_y + row, p.y_dtype, finished<F>(p, row, total));
+        }
+        b0 = end;
+        if (!last) meet(ks);
     }
 #undef GROUP_OF
-#pragma unroll
-    for (int i = 0; i < OUTS; i++) {
-        const int o = threadIdx.x + THREADS * i;
-        if (o >= n_out) break;
-        const int r = o % ROWS, t = o / ROWS % T, tile = o / (ROWS * T);
-        const int32_t n = n_cta + tile * ROWS + r;
-        if (n < p.N)
-            dev_store(p.y, (t0 + t) * p.ld_y + first - n_cta + n, p.y_dtype,
-                      finished<F>(p, first - n_cta + n, total[i]));
-    }
 }
 
 template <enum kern_wfmt F, int NT, bool OWN>
@@ -309,11 +309,14 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
         ks *= 2;
     const int all_k = kw * ks;
     const size_t one = (size_t)rw * (size_t)T * COL_LD * sizeof(float);
-    int held = (int)(SUM_BYTES * (NT > 2 ? 2 : 1) / one) / all_k * all_k;
-    const int most = (int)cuda_ceil(n_blocks, all_k) * all_k;
-    held = held < all_k ? all_k : held > most ? most : held;
+    /* Block sums are kept until there is no room for those of the next D groups of each warp. */
+    const int turn = shape<F, NT, OWN>::D / 2 * all_k;
+    int held = (int)(SUM_BYTES * (NT > 2 ? 2 : 1) / one) / turn * turn;
+    const int most = (int)cuda_ceil(n_blocks, turn) * turn;
+    held = held < turn ? turn : held > most ? most : held;
     const size_t x_bytes = OWN ? (size_t)T * ((size_t)cuda_row_width(p->K) + 8) * 2 : 0;
-    const size_t bytes = ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one + x_bytes;
+    const size_t bytes = ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one +
+                         (size_t)rw * (size_t)T * ROWS * sizeof(float) + x_bytes;
     CUDA_SHARED((few_kernel<F, NT, OWN>), 99 * 1024);
     cudaLaunchAttribute cluster = {};
     cluster.id = cudaLaunchAttributeClusterDimension;

@@ -124,9 +124,9 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     if (four_bits) c.post *= DEV_E2M1_POST;
     if (p->aq == KERN_AQ_NVFP4) c.post *= w->input_scale;
     c.aq = p->aq;
-    c.input_scale = w->input_scale;
     c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
-    c.own = !four_bits && p->T <= 8 && (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
+    c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && p->T <= 8 &&
+            (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
     const bool wide = cuda_wide_products && s->arch == 90 && w->fmt == KERN_W_FP8 &&
                       p->T >= WIDE_ROWS &&
                       cuda_ceil(p->N, 128) * cuda_ceil(p->T, 128) * p->groups >= s->n_sm / 2;

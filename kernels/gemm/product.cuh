@@ -30,8 +30,7 @@ struct cuda_product {
     enum kern_dtype y_dtype;
     /* own: x is not quantized yet, and small enough that blocks of threads do it for themselves. */
     bool own, by_fours;
-    enum kern_act_quant aq;
-    float input_scale;
+    enum kern_act_quant aq; /* none or A128 */
 };
 
 enum {
