@@ -2,7 +2,7 @@
  *
  * Rows go in batches whose scores fit a budget: scored by index_score_cuda.cu, then one CTA a row finds
  * the k-th highest (topk.cuh) and writes what is above it and the lowest-numbered of its equals; places
- * come from prefix sums over runs of 4096 scores, so the list is ascending by construction. A row that
+ * come from prefix sums over runs of 16384 scores, so the list is ascending by construction. A row that
  * sees no more than it keeps needs no scores.
  *
  * Scratch has one size. As long as it holds all rows at their longest, each has an equal part of it, so
@@ -53,18 +53,25 @@ static __global__ void __launch_bounds__(TOPK_THREADS)
         uint32_t above = 0, ties = 0, next = 0; /* of the runs before; of this thread */
         for (int32_t run = 0; run < n; run += TOPK_THREADS * TOPK_EACH) {
             const int32_t e = run + (int32_t)threadIdx.x * TOPK_EACH;
-            const float4 v = dev_scores(s, e, n, true);
-            const float x[4] = {v.x, v.y, v.z, v.w};
-            uint32_t u[4], mine = 0, total; /* above in the low half, ties in the high one */
+            uint32_t u[TOPK_EACH], total;
+            uint32_t mine = 0; /* above in the low half, ties in the high one */
+            float4 v[TOPK_LOADS];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                u[j] = dev_order_of(x[j]);
-                if (e + j < n) mine += u[j] > kth ? 1u : u[j] == kth ? 1u << 16 : 0u;
+            for (int l = 0; l < TOPK_LOADS; l++) v[l] = dev_scores(s, e + 4 * l, n, true);
+#pragma unroll
+            for (int l = 0; l < TOPK_LOADS; l++) {
+                u[4 * l] = dev_order_of(v[l].x);
+                u[4 * l + 1] = dev_order_of(v[l].y);
+                u[4 * l + 2] = dev_order_of(v[l].z);
+                u[4 * l + 3] = dev_order_of(v[l].w);
             }
+#pragma unroll
+            for (int j = 0; j < TOPK_EACH; j++)
+                if (e + j < n) mine += u[j] > kth ? 1u : u[j] == kth ? 1u << 16 : 0u;
             const uint32_t before = dev_block_before(mine, sh.warp, &total);
             uint32_t a = above + (before & 0xffffu), b = ties + (before >> 16);
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
+            for (int j = 0; j < TOPK_EACH; j++) {
                 if (e + j >= n) break;
                 const bool tie = u[j] == kth;
                 if (u[j] > kth || (tie && b < (uint32_t)equal))

@@ -9,7 +9,12 @@
 
 #include "kernels/cuda/numeric.cuh"
 
-enum { TOPK_THREADS = 1024, TOPK_BINS = 2048, TOPK_EACH = 4 };
+enum {
+    TOPK_THREADS = 1024,
+    TOPK_BINS = 2048,
+    TOPK_LOADS = 4,             /* of four scores, under way at a time: a row is read by one CTA */
+    TOPK_EACH = 4 * TOPK_LOADS, /* scores of a thread in a run */
+};
 
 struct topk_shared {
     uint32_t count[TOPK_BINS];
@@ -78,14 +83,21 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
         const int bins = round == 2 ? 1024 : 2048, each = bins / TOPK_THREADS;
         for (int i = threadIdx.x; i < TOPK_BINS; i += TOPK_THREADS) sh->count[i] = 0;
         __syncthreads();
-        for (int32_t i = threadIdx.x * 4; i < n; i += TOPK_THREADS * 4) {
-            const float4 v = dev_scores(s, i, n, aligned);
-            const float x[4] = {v.x, v.y, v.z, v.w};
+        for (int32_t i0 = threadIdx.x * 4; i0 < n; i0 += TOPK_THREADS * TOPK_EACH) {
+            float4 v[TOPK_LOADS];
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                const uint32_t u = dev_order_of(x[j]);
-                if (i + j < n && (u & mask) == prefix)
-                    atomicAdd(&sh->count[(u >> shift) & (bins - 1)], 1u);
+            for (int l = 0; l < TOPK_LOADS; l++)
+                v[l] = dev_scores(s, i0 + l * TOPK_THREADS * 4, n, aligned);
+#pragma unroll
+            for (int l = 0; l < TOPK_LOADS; l++) {
+                const int32_t i = i0 + l * TOPK_THREADS * 4;
+                const float x[4] = {v[l].x, v[l].y, v[l].z, v[l].w};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const uint32_t u = dev_order_of(x[j]);
+                    if (i + j < n && (u & mask) == prefix)
+                        atomicAdd(&sh->count[(u >> shift) & (bins - 1)], 1u);
+                }
             }
         }
         __syncthreads();
