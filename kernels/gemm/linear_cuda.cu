@@ -13,7 +13,7 @@ extern "C" {
 
 enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8, WIDE_ROWS = 96 };
 
-int cuda_wide_products = 0;
+int cuda_wide_products = 1;
 
 /* Can rounding to bf16 change a value of this weight? */
 static bool weight_rounds(const struct kern_weight *w)
