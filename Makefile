@@ -217,7 +217,7 @@ test: all tests-build
 # Whole-model runs take minutes under a sanitizer, a quarter of an hour under TSan; block_test, trace_golden_test and
 # edge_test run the same code and the same thread team on less.
 SLOW_asan := golden/smoke_test
-SLOW_tsan := golden/smoke_test golden/eval_test golden/rank_test golden/numerics_test golden/capture_test kernels/parity_test
+SLOW_tsan := golden/smoke_test golden/explain_test golden/eval_test golden/rank_test golden/numerics_test golden/capture_test kernels/parity_test
 asan tsan:
 	@$(MAKE) --no-print-directory VARIANT=$@ all tests-build
 	@TOW_SKIP="$(SLOW_$@)" sh tests/run.sh build/$@ $(KINDS)
