@@ -40,6 +40,7 @@ struct run {
     const struct text_record_choice *choice;
     struct ctl_explain_report *out;
     struct model_options opt;
+    char device[CTL_DEVICE_CHARS]; /* opt's */
     struct model *m;
     int32_t V, page_tokens;
     int32_t *ids; /* [n_prompt + n_output] owned */
@@ -514,7 +515,8 @@ static int read_settings(struct run *r, struct tow_err *err)
 {
     const struct text_record_worker *w = last_worker(r, false), *p = last_worker(r, true);
     struct model_options *o = &r->opt;
-    struct model_settings set = {.device = r->e->device, .threads = r->e->n_threads};
+    struct model_settings set = {.device = ctl_host_device(r->device, r->e->device),
+                                 .threads = r->e->n_threads};
     int32_t topk = 0;
     int rc = named(w, "numerics.mode", model_numerics_names, 1, &set.numerics, err);
     if (rc == 0) rc = named(w, "layout.kv_dtype", model_kv_names, KERN_KV_FP8, &set.kv_dtype, err);

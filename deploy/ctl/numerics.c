@@ -4,6 +4,7 @@
  * compressor, overlapping, dense): faults of a kernel or a format do not choose a layer, and a large
  * checkpoint stays a matter of minutes. */
 #include "deploy/ctl/numerics_impl.h"
+#include "deploy/ctl/sequence.h"
 
 #include "common/base/clock.h"
 #include "common/base/err.h"
@@ -315,12 +316,8 @@ int ctl_num_layout(const struct ctl_num *c, struct kern_kv_layout *l, enum kern_
 static int open_all(struct ctl_num *c, struct tow_err *err)
 {
     const struct ctl_numerics *n = c->n;
-    /* The audit reads what ops write, and writes what they read: through a mirror where the device has
-     * memory of its own. */
-    char device[64];
-    snprintf(device, sizeof device, "%s%s",
-             strncmp(n->device, "cuda:", 5) ? "" : "mirror:", n->device);
-    const struct model_options opt = {.device = device,
+    char device[CTL_DEVICE_CHARS];
+    const struct model_options opt = {.device = ctl_host_device(device, n->device),
                                       .n_threads = n->n_threads,
                                       .kv_fmt = KERN_KV_FP8,
                                       .ik_fmt = KERN_IK_FP4,

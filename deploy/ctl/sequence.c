@@ -3,11 +3,18 @@
 
 #include "common/base/err.h"
 #include "common/base/hash.h"
+#include "kernels/dev.h"
 
-#include <stdlib.h>
+#include <stdio.h>
 #include <string.h>
 
 enum { RETRIES = 3 };
+
+const char *ctl_host_device(char out[CTL_DEVICE_CHARS], const char *device)
+{
+    snprintf(out, CTL_DEVICE_CHARS, "%s%s", strncmp(device, "cuda:", 5) ? "" : "mirror:", device);
+    return out;
+}
 
 int ctl_seq_open(struct ctl_seq *s, struct model *m, int64_t n_tokens, uint32_t spare_pages,
                  uint32_t spare_tails, uint64_t seed, struct tow_err *err)
@@ -18,8 +25,8 @@ int ctl_seq_open(struct ctl_seq *s, struct model *m, int64_t n_tokens, uint32_t 
     const size_t tail_bytes = (size_t)(1 + spare_tails) * (size_t)l->tail_bytes;
     *s = (struct ctl_seq){.m = m};
     kv_table_init(&s->table);
-    s->pages = aligned_alloc(4096, bytes);
-    s->tails = aligned_alloc(4096, tail_bytes);
+    s->pages = kern_dev_alloc(model_peek_dev(m), bytes);
+    s->tails = kern_dev_alloc(model_peek_dev(m), tail_bytes);
     if (!s->pages || !s->tails)
         return tow_fail(err, TOW_ENOMEM, "no memory for %u pages", n + spare_pages);
     memset(s->pages, (int)((0xa0 + seed) & 0xff), bytes);
@@ -39,8 +46,10 @@ void ctl_seq_close(struct ctl_seq *s)
         kv_table_fini(&s->table, s->pool);
         kv_pool_free(s->pool);
     }
-    free(s->pages);
-    free(s->tails);
+    if (s->m) {
+        kern_dev_free(model_peek_dev(s->m), s->pages);
+        kern_dev_free(model_peek_dev(s->m), s->tails);
+    }
     memset(s, 0, sizeof *s);
 }
 

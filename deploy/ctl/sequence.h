@@ -12,8 +12,13 @@
 #include "common/kv/table.h"
 #include "common/model/forward.h"
 
+/* The device as tools name it that read and write what ops do: a mirror of it where it has memory of
+ * its own. Longer names than fit are no device's. */
+enum { CTL_DEVICE_CHARS = 64 };
+const char *ctl_host_device(char out[CTL_DEVICE_CHARS], const char *device);
+
 struct ctl_seq {
-    struct model *m; /* borrowed */
+    struct model *m; /* borrowed; its device memory is host memory (ctl_host_device) */
     struct kv_pool *pool;
     struct kv_table table;
     uint8_t *pages, *tails; /* owned */
