@@ -1,4 +1,5 @@
-/* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product.
+/* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product; more
+ * rows of a narrow product.
  *
  * A warp streams 16 weight rows from memory straight into registers, several groups of 64 k ahead, so
  * that enough bytes are under way without a barrier; the other operand is NT times eight columns of
@@ -20,7 +21,7 @@ enum {
     COL_LD = 20, /* floats from column to column of a block's sums: quads fall into other banks */
     SUM_BYTES = 40 * 1024,
     SPAN = 128,      /* elements of x that a warp quantizes at a time */
-    BATCH = 2,       /* spans loaded before the first is quantized */
+    BATCH = 4,       /* spans loaded before the first is quantized */
     MOST_BLOCKS = 8, /* of a cluster, that every machine with clusters has */
 };
 static_assert((int)(WARPS * ROWS) <= (int)BLOCK_N, "rows here have at most two rows of scales");
@@ -103,24 +104,25 @@ static __device__ __forceinline__ void own_rows(const struct cuda_product &p, co
     const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
     const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw;
 #pragma unroll 1
-    for (int32_t t = 0; t < T; t++, x += p.ld_x, to += ld)
-#pragma unroll 1
-        for (int32_t e0 = warp; e0 < mine; e0 += WARPS * BATCH) {
-            float v[BATCH][4];
-            int32_t k[BATCH];
+    for (int32_t i0 = warp; i0 < T * mine; i0 += WARPS * BATCH) {
+        float v[BATCH][4];
+        int32_t t[BATCH], k[BATCH];
 #pragma unroll
-            for (int b = 0; b < BATCH; b++) {
-                const int32_t e = e0 + b * WARPS;
-                k[b] = ((e >> shift) * (kw * ks) + my_k0 + (e & (kw - 1))) * SPAN + 4 * lane;
-                if (e < mine) dev_load4(x, KERN_BF16, k[b], k[b], p.K, p.by_fours, v[b]);
-            }
-#pragma unroll
-            for (int b = 0; b < BATCH; b++) {
-                if (e0 + b * WARPS >= mine) break;
-                if (p.aq == KERN_AQ_A128) dev_quant4_a128(v[b]);
-                if (k[b] < width) *(uint2 *)(to + k[b]) = dev_pack4(v[b]);
-            }
+        for (int b = 0; b < BATCH; b++) {
+            const int32_t i = i0 + b * WARPS;
+            t[b] = i / mine;
+            const int32_t e = i - t[b] * mine;
+            k[b] = ((e >> shift) * (kw * ks) + my_k0 + (e & (kw - 1))) * SPAN + 4 * lane;
+            if (t[b] < T)
+                dev_load4(x, KERN_BF16, t[b] * p.ld_x + k[b], k[b], p.K, p.by_fours, v[b]);
         }
+#pragma unroll
+        for (int b = 0; b < BATCH; b++) {
+            if (t[b] >= T) break;
+            if (p.aq == KERN_AQ_A128) dev_quant4_a128(v[b]);
+            if (k[b] < width) *(uint2 *)(to + t[b] * ld + k[b]) = dev_pack4(v[b]);
+        }
+    }
 }
 
 /* Clusters, where there are any. A block of threads has begun, is as far as this, waits for the others. */
@@ -298,14 +300,15 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
     int kw = NT > 1 ? 2 : n_blocks >= 32 ? 8 : n_blocks >= 16 ? 4 : n_blocks >= 8 ? 2 : 1;
     /* Narrow products: rather more blocks of threads, each with less of k a warp. */
     const int enough = NT > 1 ? s->n_sm * 3 / 4 : s->n_sm;
+    const int64_t columns = cuda_ceil(p->T, 8 * NT);
     while (kw < WARPS && 2 * kw <= n_blocks &&
-           cuda_ceil(p->N, ROWS * WARPS / kw) * p->groups < enough)
+           cuda_ceil(p->N, ROWS * WARPS / kw) * p->groups * columns < enough)
         kw *= 2;
     const int rw = WARPS / kw;
     const int64_t tiles = cuda_ceil(p->N, ROWS * rw);
     int ks = 1;
     while (s->arch == 90 && NT == 1 && ks < MOST_BLOCKS && 2 * ks * kw <= n_blocks &&
-           tiles * p->groups * ks * 2 <= s->n_sm)
+           tiles * p->groups * columns * ks * 2 <= s->n_sm)
         ks *= 2;
     const int all_k = kw * ks;
     const size_t one = (size_t)rw * (size_t)T * COL_LD * sizeof(float);
@@ -323,8 +326,7 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
     cluster.val.clusterDim.x = (unsigned)ks;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t c = {};
-    c.gridDim =
-        dim3((unsigned)(tiles * ks), (unsigned)p->groups, (unsigned)cuda_ceil(p->T, 8 * NT));
+    c.gridDim = dim3((unsigned)(tiles * ks), (unsigned)p->groups, (unsigned)columns);
     c.blockDim = dim3(THREADS);
     c.dynamicSmemBytes = bytes;
     c.stream = s->cu;
@@ -344,6 +346,16 @@ template <enum kern_wfmt F> static void choose(struct kern_stream *s, const stru
         launch<F, 2, false>(s, p);
     else
         launch<F, 4, false>(s, p);
+}
+
+bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p)
+{
+    const bool widely = fmt == KERN_W_FP8 || fmt == KERN_W_BF16;
+    const int columns = !widely || p->T <= 8 ? 8 : p->T <= 16 ? 16 : 32;
+    if (p->T <= (widely ? 16 : 8)) return true;
+    /* Narrow: larger tiles are too few to keep the machine busy. */
+    if (cuda_ceil(p->N, ROWS) * p->groups * cuda_ceil(p->T, columns) <= 2 * s->n_sm) return true;
+    return widely && p->T <= 32 && cuda_ceil(p->N, 64) * p->groups < s->n_sm;
 }
 
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p)

@@ -125,13 +125,14 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     if (p->aq == KERN_AQ_NVFP4) c.post *= w->input_scale;
     c.aq = p->aq;
     c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
-    c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && p->T <= 8 &&
+    const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
+                     p->ld_x < (int64_t)1 << 30;
+    /* Rows that can be read as they are need no copy in shared memory. */
+    c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !fit) && p->T <= 8 &&
             (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
     const bool wide = cuda_wide_products && s->arch == 90 && w->fmt == KERN_W_FP8 &&
                       p->T >= WIDE_ROWS &&
                       cuda_ceil(p->N, 128) * cuda_ceil(p->T, 128) * p->groups >= s->n_sm / 2;
-    const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
-                     p->ld_x < (int64_t)1 << 30;
     if (!c.own && (p->aq != KERN_AQ_NONE || !fit || wide)) {
         const int32_t Kp = cuda_row_width(p->K);
         void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
@@ -148,8 +149,7 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
         cuda_product_wide(s, &c);
         return cuda_done(s, "linear");
     }
-    const bool widely = w->fmt == KERN_W_FP8 || w->fmt == KERN_W_BF16;
-    if (p->T <= (widely ? CUDA_FEW_ROWS : 8))
+    if (cuda_few_fits(s, w->fmt, &c))
         cuda_product_few(s, w->fmt, &c);
     else
         cuda_product_many(s, w->fmt, &c);

@@ -178,6 +178,8 @@ void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct c
     case KERN_W_BF16:
         if (big)
             launch<KERN_W_BF16, 4, 2, 2, 3>(s, p);
+        else if (small)
+            launch<KERN_W_BF16, 1, 2, 4, 6>(s, p);
         else
             launch<KERN_W_BF16, 1, 4, 4, 4>(s, p);
         break;

@@ -34,10 +34,11 @@ struct cuda_product {
 };
 
 enum {
-    CUDA_FEW_ROWS = 32, /* more are faster as many */
     CUDA_OWN_ELEMENTS =
-        8 << 10 /* of an x that each block of threads quantizes: one warp has 8 spans */
+        4 << 10 /* of an x that each block of threads quantizes: one warp has 4 spans */
 };
+/* Is this product faster as few, whose rows go by 8 to 32 at a time? */
+bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 /* fp8 on sm_90a, for a multitude; x has k in the order of slots, and Kx whole groups of 64. */
