@@ -17,6 +17,12 @@
 #include "kernels/cuda/dequant.cuh"
 #include "kernels/cuda/math.cuh"
 
+extern "C" {
+#include "kernels/cuda/table.h"
+}
+
+int cuda_wide_experts = 0;
+
 static const unsigned ALL = 0xffffffffu;
 enum { THREADS = 256, WARPS = THREADS / 32 };
 
@@ -142,6 +148,7 @@ struct rows {
     bool pairs;  /* there are as many rows as pairs */
     bool gather; /* row i is made of the row of x that pair i has */
     enum kern_act_quant aq;
+    bool dealt; /* see moe_cuda.cuh */
 };
 
 /* e4m3 round trip of a block of 128, four values a lane. */
@@ -198,7 +205,12 @@ static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_const
     if (p.aq == KERN_AQ_NVFP4) round_nvfp4(v, p.w[p.experts[p.plan.order[row]]].input_scale, true);
     const uint32_t lo = kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16;
     const uint32_t hi = kern_bf16_encode(v[2]) | (uint32_t)kern_bf16_encode(v[3]) << 16;
-    *(uint2 *)(p.out + row * p.kp + k0) = make_uint2(lo, hi);
+    if (p.dealt) {
+        uint16_t *out = p.out + row * p.kp + (k0 - lane * 4) + lane % 8 * 16 + lane / 8 * 2;
+        *(uint32_t *)out = lo, *(uint32_t *)(out + 8) = hi;
+    } else {
+        *(uint2 *)(p.out + row * p.kp + k0) = make_uint2(lo, hi);
+    }
 }
 
 static void launch_rows(struct kern_stream *s, const struct rows *p, int64_t n)
@@ -409,6 +421,7 @@ static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
 
 static int product(struct kern_stream *s, const struct moe_product *p)
 {
+    if (p->plan.tokens == MOE_WIDE) return moe_product_wide(s, p);
     switch (p->a.fmt) {
     case KERN_W_MXFP4: return moe_product_mxfp4(s, p);
     case KERN_W_NVFP4: return moe_product_nvfp4(s, p);
@@ -444,7 +457,8 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
                      p->k,
                      by_pair,
                      by_pair,
-                     p->aq};
+                     p->aq,
+                     plan->tokens == MOE_WIDE};
     launch_rows(s, &r, by_pair ? n : p->T);
     uint16_t *x1 = x + n * dp;
     if (by_pair) {
@@ -455,7 +469,7 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
                             p->I,  p->D, dp,  p->k, p->weights,          p->limit, z};
     int rc = product(s, &q);
     if (rc < 0) return rc;
-    r = {z, y, *plan, p->experts, w2->w, p->I, ip, p->k, true, false, p->aq};
+    r = {z, y, *plan, p->experts, w2->w, p->I, ip, p->k, true, false, p->aq, r.dealt};
     launch_rows(s, &r, n);
     q.a = q.b = *w2;
     q.x0 = y, q.x1 = NULL, q.by_pair = true, q.up = false;
@@ -496,7 +510,8 @@ extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
     const int64_t mean = (int64_t)p->T * p->k / p->E;
     const bool two = p->aq == KERN_AQ_NVFP4; /* x by the scales of w1 and of w3, side by side */
     int32_t tokens = mean <= 4 || (two && s->arch != 90) ? 8 : 32; /* 99 KiB there */
-    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90) tokens = 128;
+    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90)
+        tokens = cuda_wide_experts && tiled && p->D % 8 == 0 && p->I % 8 == 0 ? MOE_WIDE : 128;
     struct moe_plan plan;
     int rc = make_plan(s, p, tokens, &plan);
     if (rc < 0) return rc;

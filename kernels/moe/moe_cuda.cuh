@@ -3,14 +3,16 @@
  *
  * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, then row, then slot. A tile
  *          is up to as many neighbouring pairs of one expert as a block multiplies at once.
- * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD.
+ * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD. A dealt
+ *          one has k in the order in which moe_product.cuh's instructions take it: of 128 values, number
+ *          32 t + 4 q + 2 h + e lies at 16 q + 8 h + 2 t + e (t, h, e: thread, half and place in a word).
  */
 #ifndef KERN_MOE_CUDA_CUH
 #define KERN_MOE_CUDA_CUH
 
 #include "kernels/cuda/cuda.cuh"
 
-enum { MOE_PAD = 256 };
+enum { MOE_PAD = 256, MOE_WIDE = 256 /* pairs of a tile of wide products */ };
 
 struct moe_tile {
     int32_t expert, first, n; /* pairs first .. first+n-1 */
@@ -54,5 +56,8 @@ int moe_product_mxfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_nvfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_fp8(struct kern_stream *s, const struct moe_product *p);
 int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
+/* The same bits by wgmma, where there is: 4-bit weights, x1 NULL, rows a multiple of 8, dealt rows of x,
+ * tiles of MOE_WIDE pairs. */
+int moe_product_wide(struct kern_stream *s, const struct moe_product *p);
 
 #endif
