@@ -5,6 +5,7 @@
  * Experts of each call are drawn anew from eight lists, so that what the call before read does not help.
  * Bytes count each expert that a list names once.
  */
+#include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
 enum { E = 256, K = 6, D = 4096, I = 2048, TURNS = 8, MAX_T = 8192 };
@@ -107,7 +108,7 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                     const char *goal)
 {
     struct moe_run m = {.b = b};
-    char shape[64];
+    char shape[64], label[64];
     double distinct = 0;
     if (!bench_wants(b, name)) return;
     for (int i = 0; i < TURNS; i++) distinct += draw(b, T, hot, &m.experts[i]) / TURNS;
@@ -126,14 +127,21 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                             .aq = x->aq,
                             .act = KERN_BF16};
     snprintf(shape, sizeof shape, "T %d%s, %.0f experts", T, hot ? " hot" : "", distinct);
-    bench_run(b, &(struct bench_case){.name = name,
-                                      .shape = shape,
-                                      .call = call_moe,
-                                      .ctx = &m,
-                                      .bytes = distinct * x->bytes_each + T * (double)D * 6,
-                                      .flops = 6.0 * T * K * D * I,
-                                      .flops_second = MMA_BF16,
-                                      .goal = goal});
+    const bool wide = x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K > 24 * E;
+    for (int way = 0; way <= wide; way++) {
+        snprintf(label, sizeof label, "%s%s", name, way ? " wgmma" : "");
+#ifdef TOW_CUDA
+        cuda_wide_experts = way;
+#endif
+        bench_run(b, &(struct bench_case){.name = label,
+                                          .shape = shape,
+                                          .call = call_moe,
+                                          .ctx = &m,
+                                          .bytes = distinct * x->bytes_each + T * (double)D * 6,
+                                          .flops = 6.0 * T * K * D * I,
+                                          .flops_second = MMA_BF16,
+                                          .goal = goal});
+    }
     bench_free_all(b);
 }
 

@@ -1,11 +1,12 @@
 /* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch, and is
- * the CPU's; skewed routing, repeated experts and none.
+ * the CPU's, also by wgmma; skewed routing, repeated experts and none.
  *
  * Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
+#include "kernels/cuda/table.h"
 #include "kernels/dev.h"
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
@@ -198,6 +199,57 @@ static void test_moe__rows_are_the_cpus_in_any_batch(void **state)
     tear_down(&f);
 }
 
+#ifdef TOW_CUDA
+/* Tiles of every width and more than one of an expert's; fewer pairs than 24 of each are not wide. */
+static const struct shape wide_shapes[] = {
+    {"mxfp4 many", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 1700, false},
+    {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true},
+    {"mxfp4 few experts", KERN_W_MXFP4, KERN_AQ_NONE, 5, 2, 4096, 2048, 1000, false},
+    {"mxfp4 small tiles", KERN_W_MXFP4, KERN_AQ_A128, 32, 4, 512, 384, 300, true},
+    {"mxfp4 odd width", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3040, 250, false},
+    {"nvfp4", KERN_W_NVFP4, KERN_AQ_A128, 32, 6, 4096, 2048, 700, false},
+    {"nvfp4 odd width", KERN_W_NVFP4, KERN_AQ_NONE, 8, 2, 1072, 720, 250, true},
+};
+enum { N_WIDE = sizeof wide_shapes / sizeof *wide_shapes };
+
+/* Rows by wgmma have the bits of rows by mma.sync. */
+static void test_moe__wide_rows_have_the_same_bits(void **state)
+{
+    static struct fixture f;
+    set_up(&f, *state);
+    const int before = cuda_wide_experts;
+    const int64_t n = (int64_t)f.s.T * f.s.D;
+    cuda_wide_experts = 0;
+    float *want = run(&f, true, 0, f.s.T);
+    cuda_wide_experts = 1;
+    float *got = run(&f, true, 0, f.s.T), *again = run(&f, true, 0, f.s.T);
+    cuda_wide_experts = before;
+    int64_t differ = 0, first = -1, unstable = 0;
+    int32_t rows = 0;
+    double diff = 0, norm = 0;
+    for (int64_t i = 0, row = -1; i < n; i++) {
+        const double d = (double)got[i] - (double)want[i];
+        unstable += kern_bits(got[i]) != kern_bits(again[i]);
+        norm += (double)want[i] * (double)want[i];
+        if (kern_bits(got[i]) == kern_bits(want[i])) continue;
+        diff += d * d;
+        if (first < 0) first = i;
+        if (row != i / f.s.D) rows++;
+        row = i / f.s.D, differ++;
+    }
+    print_message("%s by wgmma: outputs differ: %lld of %lld (%d rows), rms %.2e; two runs: %lld\n",
+                  f.s.name, (long long)differ, (long long)n, rows, sqrt(diff / norm),
+                  (long long)unstable);
+    if (differ > 0)
+        fail_msg("%s: row %lld, element %lld: %a by wgmma, %a by mma.sync", f.s.name,
+                 (long long)(first / f.s.D), (long long)(first % f.s.D), (double)got[first],
+                 (double)want[first]);
+    assert_int_equal(unstable, 0);
+    free(want), free(got), free(again);
+    tear_down(&f);
+}
+#endif
+
 int main(void)
 {
     static const struct shape shapes[] = {
@@ -211,7 +263,7 @@ int main(void)
         {"mxfp4 odd width", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3040, 250, false},
     };
     enum { N = sizeof shapes / sizeof *shapes };
-    struct CMUnitTest tests[N];
+    struct CMUnitTest tests[N + 16];
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) {
         printf("no CUDA device: %s\n", err.msg);
@@ -221,7 +273,14 @@ int main(void)
     for (int i = 0; i < N; i++)
         tests[i] = (struct CMUnitTest){shapes[i].name, test_moe__rows_are_the_cpus_in_any_batch,
                                        NULL, NULL, (void *)(uintptr_t)&shapes[i]};
-    int rc = cmocka_run_group_tests(tests, NULL, NULL);
+    int n = N;
+#ifdef TOW_CUDA
+    for (int i = 0; i < N_WIDE && strcmp(kern_dev_isa(gpu), "sm_90") == 0; i++)
+        tests[n++] =
+            (struct CMUnitTest){wide_shapes[i].name, test_moe__wide_rows_have_the_same_bits, NULL,
+                                NULL, (void *)(uintptr_t)&wide_shapes[i]};
+#endif
+    int rc = _cmocka_run_group_tests("gpu/moe", tests, (size_t)n, NULL, NULL);
     kern_dev_close(cpu);
     kern_dev_close(gpu);
     return rc;
