@@ -15,8 +15,8 @@
 struct tow_err;
 
 struct model_settings {
-    const char *device; /* owned by the tow_opts */
-    int64_t threads, index_topk;
+    const char *device;                                     /* borrowed from the tow_opts */
+    int64_t threads, index_topk;                            /* 0: all cores; the checkpoint's */
     int kv_dtype, index_keys, expert_activations, numerics; /* indices into the names below */
 };
 
