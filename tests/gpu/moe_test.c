@@ -1,9 +1,10 @@
 /* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch, and is
- * the CPU's; skewed routing, repeated experts and none.
+ * near the CPU's; skewed routing, repeated experts and none.
  *
  * Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "kernels/dev.h"
@@ -180,7 +181,7 @@ static void near_cpu(struct fixture *f, const float *all, int32_t t)
     free(want);
 }
 
-static void test_moe__rows_are_the_cpus_in_any_batch(void **state)
+static void test_moe__rows_are_near_the_cpus_in_any_batch(void **state)
 {
     static struct fixture f;
     set_up(&f, *state);
@@ -213,14 +214,12 @@ int main(void)
     enum { N = sizeof shapes / sizeof *shapes };
     struct CMUnitTest tests[N];
     struct tow_err err = {0};
-    if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) {
-        printf("no CUDA device: %s\n", err.msg);
-        return 77;
-    }
+    if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     for (int i = 0; i < N; i++)
-        tests[i] = (struct CMUnitTest){shapes[i].name, test_moe__rows_are_the_cpus_in_any_batch,
-                                       NULL, NULL, (void *)(uintptr_t)&shapes[i]};
+        tests[i] =
+            (struct CMUnitTest){shapes[i].name, test_moe__rows_are_near_the_cpus_in_any_batch, NULL,
+                                NULL, (void *)(uintptr_t)&shapes[i]};
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     kern_dev_close(cpu);
     kern_dev_close(gpu);
