@@ -565,6 +565,13 @@ static void time_ops(int c, int32_t n, int32_t n_rows, int64_t pos)
     }
 }
 
+/* One line that grows, so that a run cut short has said what it knew. */
+static void say(const struct one_case *c)
+{
+    printf("%s %.0f us, ops %.0f; ", c->name, c->step * 1e6, c->ops * 1e6);
+    fflush(stdout);
+}
+
 static int new_case(int32_t T)
 {
     if (n_cases == MAX_CASES) fail("too many cases", NULL);
@@ -599,9 +606,10 @@ static void bench_prefill(void)
             if (again < t) cases[c].step = again;
         }
         time_ops(c, 1, opt.chunk, (int64_t)i * opt.chunk);
+        say(&cases[c]);
     }
     const int32_t tokens = n_chunks * opt.chunk;
-    printf("prefill of %d tokens in chunks of %d: %.1f ms, %.0f tokens/s through these layers\n",
+    printf("\nprefill of %d tokens in chunks of %d: %.1f ms, %.0f tokens/s through these layers\n",
            tokens, opt.chunk, whole * 1e3, tokens / whole);
 }
 
@@ -618,6 +626,7 @@ static void bench_decode(int32_t n, int64_t context)
     cases[c].step = t[opt.steps / 2];
     cases[c].read = read_seconds(n);
     time_ops(c, n, 1, pos);
+    say(&cases[c]);
 }
 
 /* ------------------------------------------------------------------ output */
@@ -894,6 +903,7 @@ int main(int argc, char **argv)
         own_last_pages(opt.contexts[i]);
         for (int k = 0; k < opt.n_batches; k++) bench_decode(opt.batches[k], opt.contexts[i]);
     }
+    putchar('\n');
     print_cases();
     print_ops();
     for (int c = 0; c < n_cases; c++) bad += cases[c].bad_logits;

@@ -28,6 +28,7 @@ import random
 import statistics
 import struct
 import sys
+import time
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -509,8 +510,10 @@ def main():
     for s in a.set:
         key, _, value = s.partition("=")
         cfg[key] = json.loads(value)
+    begin = time.monotonic()
     n = make(a.out, cfg, a.form, a.shards or (8 if flash else 1), a.seed, a.config, a.fast or flash)
-    print("%s: %s, %.1f MB" % (a.out, a.form, n / 1e6))
+    took = time.monotonic() - begin
+    print("%s: %s, %.1f MB in %.1f s, %.2f GB/s" % (a.out, a.form, n / 1e6, took, n / 1e9 / took))
 
 
 if __name__ == "__main__":
