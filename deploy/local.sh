@@ -71,7 +71,7 @@ start() { # NAME PROGRAM FLAG... -- MORE...
         i_=$((i_ + 1))
     done
     setsid "$program_" "$@" >"$RUN/$name_.log" 2>&1 </dev/null &
-    echo "$name_ $! $(birth $!)" >>"$RUN/processes"
+    echo "$name_ $! $(birth $!) $status_" >>"$RUN/processes"
 }
 
 # A flag that no program knows would vanish silently, so it is refused.
@@ -111,7 +111,7 @@ up() {
     [ -d "$model" ] || die "--model: $model is not a folder"
     for p in router prefill decode; do [ -x "$BIN/towpath-$p" ] || die "$BIN/towpath-$p is missing; run make"; done
     if [ -e "$RUN/processes" ]; then
-        while read -r name pid b; do alive "$pid" "$b" && die "$name runs already (pid $pid); try: deploy/local.sh down"; done <"$RUN/processes"
+        while read -r name pid b rest; do alive "$pid" "$b" && die "$name runs already (pid $pid); try: deploy/local.sh down"; done <"$RUN/processes"
     fi
     check_more "$@"
     mkdir -p "$RUN" || exit 1
@@ -122,6 +122,7 @@ up() {
     control=tcp://127.0.0.1:$1; shift
     ports=; while [ "$1" != -- ]; do ports="$ports $1"; shift; done
     shift
+    status_=-
     start router towpath-router --model "$model" --http "$http" --control "$control" -- "$@"
     for role in prefill decode; do
         n=$n_prefill
@@ -129,55 +130,83 @@ up() {
         i=0
         while [ $i -lt "$n" ]; do
             port=${ports# }; port=${port%% *}; ports=${ports# }; ports=${ports#"$port"}
+            status_=127.0.0.1:$port
             start "$role-$i" "towpath-$role" --model "$model" --name "$role-$i" --join "$control" \
-                --status "127.0.0.1:$port" -- "$@"
+                --status "$status_" -- "$@"
             i=$((i + 1))
         done
     done
     wait_ready
 }
 
+# Ends the start when a process has ended or a router has refused a worker: waiting would not help.
+check_started() {
+    while read -r name pid b rest; do
+        why=
+        alive "$pid" "$b" || why=ended
+        refusal=$(grep -m 1 ' refuses: ' "$RUN/$name.log")
+        [ -n "$refusal" ] && why='was refused'
+        [ -n "$why" ] || continue
+        if [ -n "$refusal" ]; then echo "$refusal"; else tail -n 5 "$RUN/$name.log"; fi >&2
+        why="$name $why; its last lines are above"  # `down` reads names too
+        down >/dev/null
+        die "$why"
+    done <"$RUN/processes"
+}
+
+# Every worker says that a router has welcomed it. Ours alone can: its control port is this start's own,
+# while another router may hold the HTTP port and be ready.
+welcome() {
+    while read -r name pid b addr; do
+        [ "$addr" = - ] || get "$addr" /ready >/dev/null || return 1
+    done <"$RUN/processes"
+}
+
 wait_ready() {
     end=$(($(date +%s) + READY_S))
-    until get "$http" /ready >/dev/null; do
-        while read -r name pid b; do
-            alive "$pid" "$b" && continue
-            tail -n 5 "$RUN/$name.log" >&2
-            ended=$name  # `down` reads names too
-            down >/dev/null
-            die "$ended ended; its last lines are above"
-        done <"$RUN/processes"
+    until welcome && get "$http" /ready >/dev/null; do
+        check_started
         if [ "$(date +%s)" -ge $end ]; then
-            tail -n 5 "$RUN"/*.log >&2
+            while read -r name rest; do
+                echo "==> $RUN/$name.log" >&2
+                tail -n 5 "$RUN/$name.log" >&2
+            done <"$RUN/processes"
             down >/dev/null
             die "not ready within $READY_S s; the last log lines are above"
         fi
         sleep 0.1
     done
+    check_started
     echo "ready at http://$http"
 }
 
 status() {
     [ -s "$RUN/processes" ] || { echo "not running"; exit 3; }
-    rc=0
-    while read -r name pid b; do
-        if alive "$pid" "$b"; then echo "$name: running, pid $pid, log $RUN/$name.log"; else echo "$name: ended, log $RUN/$name.log"; rc=1; fi
+    rc=0; router=1
+    while read -r name pid b rest; do
+        if alive "$pid" "$b"; then
+            echo "$name: running, pid $pid, log $RUN/$name.log"
+        else
+            echo "$name: ended, log $RUN/$name.log"; rc=1
+            [ "$name" = router ] && router=0
+        fi
     done <"$RUN/processes"
     http=$(cat "$RUN/http")
-    if get "$http" /ready >/dev/null; then echo "ready at http://$http"; else echo "not ready at http://$http"; rc=1; fi
+    # Without our router whoever answers there is another's.
+    if [ $router -eq 1 ] && get "$http" /ready >/dev/null; then echo "ready at http://$http"; else echo "not ready at http://$http"; rc=1; fi
     exit $rc
 }
 
 # Sends the signal to those of the role that still run, then waits until all have ended or time is up.
 end_role() { # PATTERN SIGNAL SECONDS
     end=$(($(date +%s) + $3))
-    while read -r name pid b; do
+    while read -r name pid b rest; do
         # shellcheck disable=SC2254
         case $name in $1) alive "$pid" "$b" && kill -s "$2" "$pid" ;; esac
     done <"$RUN/processes"
     while :; do
         left=0
-        while read -r name pid b; do
+        while read -r name pid b rest; do
             # shellcheck disable=SC2254
             case $name in $1) alive "$pid" "$b" && left=$((left + 1)) ;; esac
         done <"$RUN/processes"

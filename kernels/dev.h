@@ -1,7 +1,6 @@
 /* kernels/dev.h - a compute device: its memory, its stream of work, and its table of ops.
  *
- * Why      The model is written once against struct kern_ops;
- *          this opens the back end that fills it.
+ * Why      The model is written once against struct kern_ops; this opens the back end that fills it.
  * Threads  A device and its stream are driven by one thread (the engine thread). On the CPU a stream
  *          owns a team of workers that run an op's parts and are back at its end: every op is
  *          finished when it returns. On CUDA an op is enqueued; kern_stream_sync() waits.
@@ -22,8 +21,9 @@ struct kern_ops;
 struct kern_seq;
 struct kern_weight;
 
-/* spec "cpu" or "cuda:N", or "mirror:" and one of them (kernels/mirror.h); n_threads (CPU only) 0 = all cores allowed to the process (at most 256).
- * TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
+/* spec "cpu" or "cuda:N", or "mirror:" and one of them (kernels/mirror.h); n_threads (CPU only) 0 = all
+ * cores allowed to the process (at most 256). A process opens one CUDA device: what a kernel was allowed
+ * is remembered once. TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err);
 void kern_dev_close(struct kern_dev *dev); /* NULL is fine */
 
@@ -63,7 +63,7 @@ int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t b
 
 /* Runs enqueue(arg), which calls ops and nothing else, and whose launches are the same each time for one
  * key (not 0): the same ops on the same memory with the same numbers of rows and sequences; what lies in
- * that memory may differ. On CUDA they are kept as a graph and launched at once from the third time on.
+ * that memory may differ. On CUDA they are kept as a graph and launched at once from the second time on.
  * What enqueue returns, or TOW_EDEVICE. */
 int kern_stream_repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg);
 

@@ -205,10 +205,7 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
     int rc = tow_opts_new(&r->opts, &r->spec, argc, (const char *const *)argv,
                           (const char *const *)environ, what, err);
     if (rc < 0) return rc;
-    if (*what == TOW_OPTS_HELP) {
-        tow_opts_print_help(&r->spec);
-        return 0;
-    }
+    if (tow_opts_tell(&r->spec, *what)) return 0;
     tow_log_init("towpath-router", (enum tow_log_level)s->log_level,
                  (enum tow_log_format)s->log_format);
     if (s->control.n != 1)
@@ -432,7 +429,8 @@ int main(int argc, char **argv)
     tow_log_init("towpath-router", TOW_LOG_INFO, TOW_LOG_TEXT);
 
     int rc = read_settings(&r, argc, argv, &what, &err);
-    if (rc == 0 && what != TOW_OPTS_HELP) rc = load_text(&r, &err);
+    const bool go = what == TOW_OPTS_RUN || what == TOW_OPTS_CHECK;
+    if (rc == 0 && go) rc = load_text(&r, &err);
     if (rc == 0 && what == TOW_OPTS_RUN) {
         rc = start(&r, &err);
         if (rc == 0) net_loop_run(r.loop);

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Runs the built tests of the kinds named and closes with 'N passed, N failed', and
 # ', N skipped' if any were.
-# usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault cluster)
+# usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault gpu cluster)
 # TOW_SKIP: names (kind/name) left out here, with a line that says so.
 # A test that exits 77 is skipped: something it needs is not there, and its last line says what.
 B=$1; shift

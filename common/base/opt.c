@@ -93,8 +93,9 @@ static bool is_of_another(const char *name)
 static int unknown(const struct tow_opts_spec *spec, const char *where, const char *name,
                    size_t len, struct tow_err *err)
 {
+    /* A near name differs in less than half of its letters: --foo is not meant as --url. */
     const char *nearest = NULL;
-    unsigned best = 4;
+    unsigned best = len < 6 ? (unsigned)len / 2 + 1 : 4;
     for (size_t i = 0; i < spec->n; i++) {
         unsigned d = distance(name, len, spec->table[i].name);
         if (d < best) {
@@ -541,12 +542,14 @@ static int read_env(struct tow_opts *o, const char *const *env, const char **con
     return 0;
 }
 
-/* --config, --check-config and --help are flags of every program; NULL value when it has none. */
+/* --config, --check-config, --version and --help are flags of every program; NULL value when it has none. */
 static bool take_common(const char *name, size_t len, const char *value, const char **config,
                         enum tow_opts_do *what)
 {
     if (len == 4 && !memcmp(name, "help", 4) && !value) {
         *what = TOW_OPTS_HELP;
+    } else if (len == 7 && !memcmp(name, "version", 7) && !value) {
+        if (*what != TOW_OPTS_HELP) *what = TOW_OPTS_VERSION;
     } else if (len == 12 && !memcmp(name, "check-config", 12) && !value) {
         if (*what == TOW_OPTS_RUN) *what = TOW_OPTS_CHECK;
     } else if (len == 6 && !memcmp(name, "config", 6) && value) {
@@ -611,7 +614,7 @@ static int read_sources(struct tow_opts *o, int argc, const char *const *argv,
     size_t n = o->spec->n;
     int rc = read_env(o, env, &config, err);
     if (rc == 0) rc = read_flags(o, argc, argv, &config, what, err);
-    if (rc < 0 || *what == TOW_OPTS_HELP) return rc;
+    if (rc < 0 || *what == TOW_OPTS_HELP || *what == TOW_OPTS_VERSION) return rc;
     if (config) {
         struct value *over = o->values;
         file = calloc(n ? n : 1, sizeof *file);
@@ -747,17 +750,36 @@ void tow_opts_help(const struct tow_opts_spec *spec, struct tow_buf *out)
     for (size_t i = 0; i < spec->n; i++) put_help_row(out, &spec->table[i]);
     tow_buf_printf(out, "%-32s %s\n", "  --config FILE", "settings as `name = value` lines");
     tow_buf_printf(out, "%-32s %s\n", "  --check-config", "check the settings and exit");
+    tow_buf_printf(out, "%-32s %s\n", "  --version", "version and how it was built");
     tow_buf_printf(out, "%-32s %s\n\n", "  --help", "this text");
     tow_buf_puts(out, "A flag wins over the environment (TOWPATH_NAME), that over the file.\n");
 }
 
-void tow_opts_print_help(const struct tow_opts_spec *spec)
+void tow_print_version(const char *program)
 {
+#if defined(TOW_CUDA)
+    const char *cuda = "yes";
+#else
+    const char *cuda = "no";
+#endif
+#if defined(TOW_HAVE_SYSTEMD)
+    const char *systemd = "yes";
+#else
+    const char *systemd = "no";
+#endif
+    printf("%s " TOW_VERSION " (CUDA %s, systemd %s)\n", program, cuda, systemd);
+}
+
+bool tow_opts_tell(const struct tow_opts_spec *spec, enum tow_opts_do what)
+{
+    if (what == TOW_OPTS_VERSION) tow_print_version(spec->program);
+    if (what != TOW_OPTS_HELP) return what == TOW_OPTS_VERSION;
     struct tow_buf help;
     tow_buf_init(&help, 0);
     tow_opts_help(spec, &help);
     fputs(help.data ? help.data : "", stdout);
     tow_buf_fini(&help);
+    return true;
 }
 
 void tow_opts_print(const struct tow_opts *o, struct tow_buf *out)

@@ -18,6 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#define TOW_VERSION "0.1.0" /* of all four programs */
+
 struct tow_buf;
 struct tow_err;
 
@@ -83,11 +85,11 @@ struct tow_opts_spec {
     size_t n;
 };
 
-enum tow_opts_do { TOW_OPTS_RUN, TOW_OPTS_CHECK, TOW_OPTS_HELP };
+enum tow_opts_do { TOW_OPTS_RUN, TOW_OPTS_CHECK, TOW_OPTS_HELP, TOW_OPTS_VERSION };
 
 /* Reads all sources and fills every *out. argv[0] is skipped; env is environ or NULL for none.
  * On 0, *what says how to go on: RUN; CHECK (--check-config: make the checks that need other files,
- * then exit 0 without starting); HELP (print tow_opts_help(), exit 0). Errors are TOW_ECONFIG. The
+ * then exit 0 without starting); HELP, VERSION (tow_opts_tell(), exit 0). Errors are TOW_ECONFIG. The
  * caller frees with tow_opts_free() when the settings are no longer used. */
 int tow_opts_new(struct tow_opts **out, const struct tow_opts_spec *spec, int argc,
                  const char *const *argv, const char *const *env, enum tow_opts_do *what,
@@ -99,7 +101,9 @@ size_t tow_opts_n_operands(const struct tow_opts *o);
 const char *tow_opts_operand(const struct tow_opts *o, size_t i); /* borrowed from argv */
 
 void tow_opts_help(const struct tow_opts_spec *spec, struct tow_buf *out);
-void tow_opts_print_help(const struct tow_opts_spec *spec); /* to stdout */
+/* Prints what HELP or VERSION asks for to stdout; false for the others. */
+bool tow_opts_tell(const struct tow_opts_spec *spec, enum tow_opts_do what);
+void tow_print_version(const char *program); /* one line to stdout */
 /* Appends "name=value name=value": the settings that are not at their default,
  * for the start line. */
 void tow_opts_print(const struct tow_opts *o, struct tow_buf *out);

@@ -56,6 +56,7 @@ struct staging {
     int32_t *selected; /* [max_topk] */
 };
 
+/* Rows of logits that a device holds at a time: the largest decode step (66 MB at 129,280 ids). */
 enum { HEAD_ROWS = 128 };
 
 struct model {
@@ -316,11 +317,16 @@ struct kern_dev *model_peek_dev(struct model *m)
     return m->dev;
 }
 
+/* Of T rows of s.h. */
+static size_t streams_bytes(const struct model *m, int32_t T)
+{
+    return (size_t)T * (size_t)(m->w->shape.hc * m->w->shape.D) * (size_t)kern_dtype_bytes(m->act);
+}
+
 int model_read_streams(struct model *m, int32_t row0, int32_t n, void *out)
 {
-    const size_t row = (size_t)(m->w->shape.hc * m->w->shape.D) * (size_t)kern_dtype_bytes(m->act);
-    return kern_stream_read(m->stream, out, (const uint8_t *)m->s.h + (size_t)row0 * row,
-                            (size_t)n * row);
+    return kern_stream_read(m->stream, out, (const uint8_t *)m->s.h + streams_bytes(m, row0),
+                            streams_bytes(m, n));
 }
 
 void model_tail_set(uint8_t *tail, int64_t pos, int64_t mtp_pos)
@@ -878,15 +884,11 @@ static int run_step(void *arg)
 static void step(struct pass *p)
 {
     struct model *m = p->m;
+    /* What the launches depend on: T, which is at most HEAD_ROWS and so fits eight bits, and the pool. */
     const uint64_t key = (uint64_t)p->T | (uint64_t)(uintptr_t)p->b->pages << 8;
     if (p->rc == 0) p->rc = kern_stream_repeat(m->stream, key, run_step, p);
     read_back(p, p->b->logits, m->s.logits,
               (size_t)p->T * (size_t)m->w->shape.V * sizeof *p->b->logits);
-}
-
-static size_t streams_bytes(const struct model *m, int32_t T)
-{
-    return (size_t)T * (size_t)(m->w->shape.hc * m->w->shape.D) * (size_t)kern_dtype_bytes(m->act);
 }
 
 /* The position reached, to each sequence's tail; the MTP block's goes on from what is there. */
@@ -899,11 +901,19 @@ static int set_tails(struct model *m, const struct model_batch *b)
         if (q->pos0 > 0 && m->opt.mtp) {
             struct kern_kv_tail_head old;
             rc = kern_stream_read(m->stream, &old, q->tail, sizeof old);
-            if (old.magic == KERN_KV_TAIL_MAGIC) head.mtp_pos = old.mtp_pos;
+            if (rc == 0 && old.magic == KERN_KV_TAIL_MAGIC) head.mtp_pos = old.mtp_pos;
         }
         if (rc == 0) rc = kern_stream_write(m->stream, q->tail, &head, sizeof head);
     }
     return rc;
+}
+
+/* The streams that the caller gives, instead of what the last pass left. */
+static void take_streams(struct pass *p)
+{
+    struct model *m = p->m;
+    if (p->rc == 0)
+        p->rc = kern_stream_write(m->stream, m->s.h, p->b->streams_in, streams_bytes(m, p->T));
 }
 
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err)
@@ -923,7 +933,7 @@ int model_forward(struct model *m, const struct model_batch *b, struct tow_err *
     }
     rotation_tables(&p);
     if (b->streams_in)
-        p.rc = kern_stream_write(m->stream, m->s.h, b->streams_in, streams_bytes(m, b->T));
+        take_streams(&p);
     else
         OP(&p, embed, .ids = m->s.ids, .w = m->w->embed, .out = m->s.h, .T = b->T, .hc = s->hc,
            .act = m->act);
@@ -944,8 +954,7 @@ int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
 
     begin(&p);
     rotation_tables(&p);
-    if (b->streams_in)
-        p.rc = kern_stream_write(m->stream, m->s.h, b->streams_in, streams_bytes(m, b->T));
+    if (b->streams_in) take_streams(&p);
     OP(&p, embed, .ids = m->s.ids, .w = m->w->embed, .out = m->s.x, .T = b->T, .hc = 1,
        .act = m->act);
     rmsnorm(&p, m->s.x, &w->enorm, m->s.x, b->T);

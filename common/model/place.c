@@ -6,10 +6,12 @@
 #include "common/base/log.h"
 #include "kernels/dev.h"
 
+enum { SAY_AGAIN_MS = 5000 }; /* a large checkpoint takes a minute: the log shows that it moves */
+
 struct placing {
-    struct kern_dev *dev;
-    struct tow_err *err;
-    int rc; /* sticky */
+    struct kern_dev *dev; /* borrowed */
+    struct tow_err *err;  /* borrowed */
+    int rc;               /* sticky */
     uint64_t bytes;
 };
 
@@ -100,7 +102,7 @@ int model_weights_place(struct model_weights *w, struct kern_dev *dev, struct to
     uint64_t said = t0;
     for (int32_t i = 0; i < n && p.rc == 0; i++) {
         layer(&p, &w->layers[i], s);
-        if (tow_now_ms() - said < 5000) continue;
+        if (tow_now_ms() - said < SAY_AGAIN_MS) continue;
         said = tow_now_ms();
         tow_log(TOW_LOG_INFO, "weights: %d of %d layers, %.1f GB on the device", i + 1, n,
                 (double)p.bytes / 1e9);

@@ -1,4 +1,9 @@
-/* model/place.h - puts a loaded checkpoint's weights where the device reads them. */
+/* model/place.h - puts a loaded checkpoint's weights where the device reads them.
+ *
+ * Why      A checkpoint is opened as views into the mapped file; a device with memory of its own reads
+ *          copies, in a form that its kernels like.
+ * Owner    Once, by the thread that opens the model, before its first pass.
+ */
 #ifndef MODEL_PLACE_H
 #define MODEL_PLACE_H
 

@@ -18,6 +18,10 @@ static const enum kern_act_quant expert_aq[] = {KERN_AQ_A128, KERN_AQ_NONE, KERN
 int model_settings_check(const struct model_settings *s, const struct tow_opts *opts,
                          struct tow_err *err)
 {
+    if (s->numerics != EXACT && s->index_keys == KERN_IK_F32)
+        return tow_fail(
+            err, TOW_ECONFIG,
+            "--index-keys f32: only with --numerics exact; deployed takes fp4, fp8 or bf16");
     if (s->numerics != EXACT) return 0;
     if (tow_opts_source(opts, "kv-dtype") != TOW_FROM_DEFAULT && s->kv_dtype != KERN_KV_F32)
         return tow_fail(err, TOW_ECONFIG, "--kv-dtype %s: --numerics exact keeps f32",

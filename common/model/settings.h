@@ -15,8 +15,8 @@
 struct tow_err;
 
 struct model_settings {
-    const char *device; /* owned by the tow_opts */
-    int64_t threads, index_topk;
+    const char *device;                                     /* borrowed from the tow_opts */
+    int64_t threads, index_topk;                            /* 0: all cores; the checkpoint's */
     int kv_dtype, index_keys, expert_activations, numerics; /* indices into the names below */
 };
 
@@ -28,7 +28,7 @@ extern const char *const model_numerics_names[];
 #define MODEL_OPT_DEVICE(to)                                                                       \
     {                                                                                              \
         .name = "device", .type = TOW_OPT_STRING, .out = (to), .def = "cpu",                       \
-        .help = "compute back end"                                                                 \
+        .help = "compute back end: cpu or cuda:N"                                                  \
     }
 #define MODEL_OPT_THREADS(to)                                                                      \
     {                                                                                              \
@@ -42,13 +42,13 @@ extern const char *const model_numerics_names[];
          .out = &(s)->kv_dtype,                                                                    \
          .def = "fp8",                                                                             \
          .choices = model_kv_names,                                                                \
-         .help = "stored type of keys and entries; f32 with --numerics exact"},                    \
+         .help = "stored type of keys and entries; --numerics exact takes f32 only"},              \
         {.name = "index-keys",                                                                     \
          .type = TOW_OPT_ENUM,                                                                     \
          .out = &(s)->index_keys,                                                                  \
          .def = "fp4",                                                                             \
          .choices = model_ik_names,                                                                \
-         .help = "stored type of index keys; f32 with --numerics exact"},                          \
+         .help = "stored type of index keys; f32 with --numerics exact, and only there"},          \
         {.name = "index-topk",                                                                     \
          .type = TOW_OPT_INT,                                                                      \
          .out = &(s)->index_topk,                                                                  \
@@ -69,7 +69,8 @@ extern const char *const model_numerics_names[];
         .help = "exact rounds nothing; deployed rounds where the released model does"              \
     }
 
-/* TOW_ECONFIG where a type was asked for by name that --numerics exact does not keep. */
+/* TOW_ECONFIG where a type was asked for by name that the numerics do not keep: exact has f32 alone; deployed scores no
+ * f32 index keys. */
 int model_settings_check(const struct model_settings *s, const struct tow_opts *opts,
                          struct tow_err *err);
 /* Sets these fields of *out and leaves the others; exact implies f32 for both types. */

@@ -753,7 +753,10 @@ const char *json_show(const struct json *v, char *out)
     if (s) return json_show_text(s, len, out);
     struct tow_buf b;
     tow_buf_init(&b, 0);
-    json_dump(&b, v);
+    if (type == JSON_NUMBER && node(v)->valuestring)
+        tow_buf_puts(&b, node(v)->valuestring); /* as it was sent: 1e3, not 1000.0 */
+    else
+        json_dump(&b, v);
     snprintf(out, JSON_SHOW_BYTES, "%.*s%s", b.len > SHOWN_NUMBER ? SHOWN_NUMBER : (int)b.len,
              b.data ? b.data : "", b.len > SHOWN_NUMBER ? "..." : "");
     tow_buf_fini(&b);

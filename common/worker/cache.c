@@ -7,13 +7,13 @@
 #include <stdlib.h>
 
 struct work_cache {
-    struct kern_dev *dev; /* borrowed */
-    struct kern_stream *stream;
-    const struct kern_kv_layout *layout;
-    uint8_t *host_pages, *host_tails; /* borrowed */
-    uint8_t *pages, *tails;           /* device; owned unless they are the host's */
+    struct kern_dev *dev;                /* borrowed */
+    struct kern_stream *stream;          /* borrowed from dev */
+    const struct kern_kv_layout *layout; /* borrowed */
+    uint8_t *host_pages, *host_tails;    /* borrowed */
+    uint8_t *pages, *tails;              /* device; owned unless they are the host's */
     uint32_t n_pages;
-    bool same;
+    bool same; /* the host's pages and tails are the device's */
 };
 
 int work_cache_open(struct work_cache **out, struct kern_dev *dev,

@@ -17,8 +17,8 @@ struct kern_dev;
 struct tow_err;
 struct work_cache;
 
-/* host_pages, host_tails: borrowed, with room for n_pages and n_tails of the layout. TOW_ENOMEM: the
- * device has no room for as many. */
+/* dev, layout: borrowed, used until close. host_pages, host_tails: borrowed, with room for n_pages and
+ * n_tails of the layout. TOW_ENOMEM: the device has no room for as many. */
 int work_cache_open(struct work_cache **out, struct kern_dev *dev,
                     const struct kern_kv_layout *layout, void *host_pages, uint32_t n_pages,
                     void *host_tails, uint32_t n_tails, struct tow_err *err);
@@ -32,7 +32,7 @@ uint8_t *work_cache_tail(const struct work_cache *c, const uint8_t *host_tail);
 /* Copies what rows pos0 .. pos0+n_rows-1 have changed to the host: their pages, companions too, and the
  * tail if asked. seq names host tails. Waits. 0, TOW_EDEVICE. */
 int work_cache_out(struct work_cache *c, const struct kern_seq *seq, bool tail);
-/* Copies all pages that hold tokens before pos0, and the tail, to the device. */
+/* Copies all pages that hold tokens before pos0, and the tail, to the device. 0, TOW_EDEVICE. */
 int work_cache_in(struct work_cache *c, const struct kern_seq *seq);
 
 #endif

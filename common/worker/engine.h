@@ -32,8 +32,7 @@ struct work_item {
     uint64_t index;                      /* number of the token to draw in the whole answer */
     const struct model_capture *capture; /* what to rank of the last row, or NULL; borrowed */
     bool arrive;                         /* its pages and tail are new from the transport */
-    bool
-        depart; /* the transport will move what this pass has changed; the tail too if it samples */
+    bool depart; /* the transport will move the pages it changes; the tail too if it samples */
     /* result */
     int rc; /* 0, or why no token could be drawn */
     struct model_choice choice;

@@ -983,10 +983,7 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     int rc = tow_opts_new(&o->opts, &o->spec, argc, (const char *const *)argv,
                           (const char *const *)environ, what, err);
     if (rc < 0) return rc;
-    if (*what == TOW_OPTS_HELP) {
-        tow_opts_print_help(&o->spec);
-        return 0;
-    }
+    if (tow_opts_tell(&o->spec, *what)) return 0;
     tow_log_init(w->role->program, (enum tow_log_level)w->set.log_level,
                  (enum tow_log_format)w->set.log_format);
     if ((rc = model_settings_check(&w->set.engine, w->own->opts, err)) < 0 ||

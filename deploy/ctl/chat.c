@@ -322,5 +322,5 @@ int ctl_chat_main(int argc, char **argv)
     }
     tow_opts_free(opts);
     if (rc < 0) fprintf(stderr, "towpath-ctl chat: %s\n", err.msg);
-    return rc < 0 ? 1 : 0;
+    return rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
 }

@@ -71,8 +71,9 @@ static void put_path(struct tow_buf *b, const char *name)
     tow_buf_puts(b, "/drain");
 }
 
+/* *stays: the time is up and the worker is still there. */
 static int wait_gone(const struct ctl_client *c, const char *name, const struct sight *first,
-                     double max_wait_s, struct tow_err *err)
+                     double max_wait_s, bool *stays, struct tow_err *err)
 {
     const uint64_t begin = tow_now_ms(), deadline = begin + (uint64_t)(max_wait_s * 1000);
     char said[64] = "";
@@ -89,7 +90,8 @@ static int wait_gone(const struct ctl_client *c, const char *name, const struct 
             fflush(stdout);
             memcpy(said, now.state, sizeof said);
         }
-        if (tow_now_ms() >= deadline)
+        *stays = tow_now_ms() >= deadline;
+        if (*stays)
             return tow_fail(err, TOW_ETIME,
                             "%s: still %s after %.1f s (--max-wait); it goes on draining", name,
                             now.state, max_wait_s);
@@ -97,7 +99,7 @@ static int wait_gone(const struct ctl_client *c, const char *name, const struct 
     }
 }
 
-static int drain(const struct ctl_client *c, const char *name, double max_wait_s,
+static int drain(const struct ctl_client *c, const char *name, double max_wait_s, bool *stays,
                  struct tow_err *err)
 {
     struct sight first = {0};
@@ -109,7 +111,7 @@ static int drain(const struct ctl_client *c, const char *name, double max_wait_s
     if (rc == 0) rc = ctl_client_json(c, "POST", path.data, 0, &answer, NULL, err);
     json_free(answer);
     tow_buf_fini(&path);
-    if (rc == 0 && max_wait_s > 0) rc = wait_gone(c, name, &first, max_wait_s, err);
+    if (rc == 0 && max_wait_s > 0) rc = wait_gone(c, name, &first, max_wait_s, stays, err);
     return rc;
 }
 
@@ -117,6 +119,7 @@ int ctl_drain_main(int argc, char **argv)
 {
     struct ctl_client c = {0};
     double max_wait_s = 0;
+    bool stays = false;
     const struct tow_opt table[] = {
         CTL_CLIENT_OPTS(&c, "30"),
         {.name = "max-wait",
@@ -130,7 +133,9 @@ int ctl_drain_main(int argc, char **argv)
     };
     const struct tow_opts_spec spec = {
         .program = "towpath-ctl drain",
-        .about = "gives a worker no new work and waits until it has finished and gone",
+        .about =
+            "gives a worker no new work and waits until it has finished and gone; exits 1 when "
+            "--max-wait is over before that, 2 when it could not be asked",
         .operands = "NAME",
         .max_operands = 1,
         .table = table,
@@ -145,10 +150,10 @@ int ctl_drain_main(int argc, char **argv)
         if (rc == 0 && (!*name || strlen(name) > MAX_NAME))
             rc = tow_fail(&err, TOW_ECONFIG, "NAME: a worker's name of 1 to %d bytes is needed",
                           (int)MAX_NAME);
-        if (rc == 0 && go) rc = drain(&c, name, max_wait_s, &err);
+        if (rc == 0 && go) rc = drain(&c, name, max_wait_s, &stays, &err);
         ctl_client_close(&c);
     }
     tow_opts_free(opts);
     if (rc < 0) fprintf(stderr, "towpath-ctl drain: %s\n", err.msg);
-    return rc < 0 ? 1 : 0;
+    return stays ? CTL_EXIT_NO : rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
 }

@@ -99,7 +99,7 @@ int ctl_eval_main(int argc, char **argv)
     if (rc <= 0) {
         if (rc < 0) fprintf(stderr, "towpath-ctl eval: %s\n", err.msg);
         tow_opts_free(opts);
-        return rc < 0 ? 1 : 0;
+        return rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
     }
     rc = model_settings_check(&set, opts, &err);
     if (rc == 0 && dump) rc = parse_dump(dump, &e.dump, &err);
@@ -112,5 +112,5 @@ int ctl_eval_main(int argc, char **argv)
     }
     if (rc < 0) fprintf(stderr, "towpath-ctl eval: %s\n", err.msg);
     tow_opts_free(opts);
-    return rc < 0 ? 1 : 0;
+    return rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
 }

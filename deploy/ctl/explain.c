@@ -395,11 +395,16 @@ static int other_model(struct run *r, const struct model_options *opt, const str
 
 static int thread_row(struct run *r, const struct way *base, struct tow_err *err)
 {
+    static const char meaning[] = "the number of threads";
     struct model_options opt = r->opt;
     char name[24];
+    if (strcmp(r->e->device, "cpu") != 0) {
+        skip_row(r, true, meaning, "threads", "only the CPU has a team of threads");
+        return 0;
+    }
     opt.n_threads = kern_dev_threads(model_peek_dev(r->m)) == 1 ? 2 : 1;
     snprintf(name, sizeof name, "threads.%d", opt.n_threads);
-    return other_model(r, &opt, base, true, "the number of threads", name, err);
+    return other_model(r, &opt, base, true, meaning, name, err);
 }
 
 static int key_rows(struct run *r, const struct way *base, struct tow_err *err)

@@ -23,7 +23,7 @@ struct tow_err;
 enum { CTL_EXPLAIN_ROWS = 32, CTL_EXPLAIN_STEPS = 64 };
 
 struct ctl_explain {
-    const char *model_dir, *device;
+    const char *model_dir, *device;   /* borrowed; "cpu" or "cuda:N" */
     const struct text_record *record; /* borrowed */
     uint32_t choice;
     int32_t n_threads;    /* 0: all cores */

@@ -163,5 +163,5 @@ int ctl_explain_main(int argc, char **argv)
     }
     if (rc < 0) fprintf(stderr, "towpath-ctl explain: %s\n", err.msg);
     tow_opts_free(opts);
-    return rc < 0 ? 2 : !good;
+    return rc < 0 ? CTL_EXIT_FAILED : good ? CTL_EXIT_GOOD : CTL_EXIT_NO;
 }

@@ -13,10 +13,6 @@ int ctl_flags_read(struct tow_opts **out, const struct tow_opts_spec *spec, int 
     int rc = tow_opts_new(out, spec, argc, (const char *const *)argv, (const char *const *)environ,
                           &what, err);
     if (rc < 0) return rc;
-    if (what == TOW_OPTS_HELP) {
-        tow_opts_print_help(spec);
-    }
-    return what == TOW_OPTS_HELP    ? CTL_FLAGS_DONE
-           : what == TOW_OPTS_CHECK ? CTL_FLAGS_CHECK
-                                    : CTL_FLAGS_RUN;
+    if (tow_opts_tell(spec, what)) return CTL_FLAGS_DONE;
+    return what == TOW_OPTS_CHECK ? CTL_FLAGS_CHECK : CTL_FLAGS_RUN;
 }

@@ -10,9 +10,16 @@
 
 struct tow_err;
 
+/* Exit status of every subcommand. */
+enum {
+    CTL_EXIT_GOOD = 0,
+    CTL_EXIT_NO = 1,     /* what was asked for is not so: not serving, not found, a check failed */
+    CTL_EXIT_FAILED = 2, /* it could not be done or asked; one line on stderr says why */
+};
+
 /* What to do after a good read. */
 enum {
-    CTL_FLAGS_DONE = 0, /* --help was printed */
+    CTL_FLAGS_DONE = 0, /* --help or --version was printed */
     CTL_FLAGS_RUN,
     /* --check-config: make the checks that need no server and no model, then exit 0 */
     CTL_FLAGS_CHECK,

@@ -3,6 +3,7 @@
 #include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
 #include "deploy/ctl/explain.h"
+#include "deploy/ctl/flags.h"
 #include "deploy/ctl/needle.h"
 #include "deploy/ctl/numerics.h"
 #include "deploy/ctl/status.h"
@@ -36,10 +37,14 @@ int main(int argc, char **argv)
     if (argc > 1)
         for (size_t i = 0; i < n; i++)
             if (!strcmp(argv[1], commands[i].name)) return commands[i].run(argc - 1, argv + 1);
+    if (argc > 1 && !strcmp(argv[1], "--version")) {
+        tow_print_version("towpath-ctl");
+        return CTL_EXIT_GOOD;
+    }
     int help = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "help"));
     FILE *to = help ? stdout : stderr;
     if (argc > 1 && !help) fprintf(to, "towpath-ctl: no command '%s'\n", argv[1]);
     fprintf(to, "usage: towpath-ctl COMMAND [flags]   (COMMAND --help lists its flags)\n");
     for (size_t i = 0; i < n; i++) fprintf(to, "  %-8s %s\n", commands[i].name, commands[i].about);
-    return help ? 0 : 2;
+    return help ? CTL_EXIT_GOOD : CTL_EXIT_FAILED;
 }

@@ -35,25 +35,26 @@ static int find(const char *const *names, const char *text, size_t n)
     return -1;
 }
 
-/* Digits without a 0 in front, with K for 1024; -1: not a number. */
+/* Digits without a 0 in front, with K for 1024, M for 1024 K; -1: not a number. */
 static int64_t number(const char *p, size_t n)
 {
     int64_t v = 0;
-    bool kilo = n > 1 && (p[n - 1] == 'K' || p[n - 1] == 'k');
-    if (kilo) n--;
+    const int unit = n > 1 ? p[n - 1] | 0x20 : 0, shift = unit == 'k' ? 10 : unit == 'm' ? 20 : 0;
+    if (shift) n--;
     if (n == 0 || n > 9 || (n > 1 && *p == '0')) return -1;
     for (size_t i = 0; i < n; i++) {
         if (p[i] < '0' || p[i] > '9') return -1;
         v = v * 10 + (p[i] - '0');
     }
-    return kilo ? v * 1024 : v;
+    return v << shift;
 }
 
 static const struct {
     const char *flag, *right;
     int64_t lo, hi;
 } axes[] = {
-    [CTL_AXIS_LENGTH] = {"--lengths", "tokens, 64 to 16777216 (K: times 1024)", 64, MAX_LENGTH},
+    [CTL_AXIS_LENGTH] = {"--lengths", "tokens, 64 to 16777216 (K: times 1024, M: times 1048576)",
+                         64, MAX_LENGTH},
     [CTL_AXIS_DEPTH] = {"--depths", "percent, 0 to 100", 0, 100},
     [CTL_AXIS_FILLER] = {"--fillers", "one of words, prose, config, code, logs, mixed", 0,
                          CTL_FILLERS - 1},
@@ -663,5 +664,5 @@ int ctl_needle_main(int argc, char **argv)
     }
     tow_opts_free(opts);
     if (rc < 0) fprintf(stderr, "towpath-ctl needle: %s\n", err.msg);
-    return rc < 0 ? 2 : all_found ? 0 : 1;
+    return rc < 0 ? CTL_EXIT_FAILED : all_found ? CTL_EXIT_GOOD : CTL_EXIT_NO;
 }

@@ -104,5 +104,5 @@ int ctl_numerics_main(int argc, char **argv)
     }
     if (rc < 0) fprintf(stderr, "towpath-ctl numerics: %s\n", err.msg);
     tow_opts_free(opts);
-    return rc < 0 ? 2 : failed > 0;
+    return rc < 0 ? CTL_EXIT_FAILED : failed > 0 ? CTL_EXIT_NO : CTL_EXIT_GOOD;
 }

@@ -25,6 +25,7 @@ int ctl_seq_open(struct ctl_seq *s, struct model *m, int64_t n_tokens, uint32_t 
     const size_t tail_bytes = (size_t)(1 + spare_tails) * (size_t)l->tail_bytes;
     *s = (struct ctl_seq){.m = m};
     kv_table_init(&s->table);
+    tow_assert(kern_dev_host_memory(model_peek_dev(m)));
     s->pages = kern_dev_alloc(model_peek_dev(m), bytes);
     s->tails = kern_dev_alloc(model_peek_dev(m), tail_bytes);
     if (!s->pages || !s->tails)

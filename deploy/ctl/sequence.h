@@ -12,8 +12,8 @@
 #include "common/kv/table.h"
 #include "common/model/forward.h"
 
-/* The device as tools name it that read and write what ops do: a mirror of it where it has memory of
- * its own. Longer names than fit are no device's. */
+/* The device to open a model on whose pages the processor reads and writes here: "cuda:N" becomes
+ * "mirror:cuda:N", others stay. Returns out. Longer names than fit are no device's. */
 enum { CTL_DEVICE_CHARS = 64 };
 const char *ctl_host_device(char out[CTL_DEVICE_CHARS], const char *device);
 
@@ -21,11 +21,11 @@ struct ctl_seq {
     struct model *m; /* borrowed; its device memory is host memory (ctl_host_device) */
     struct kv_pool *pool;
     struct kv_table table;
-    uint8_t *pages, *tails; /* owned */
+    uint8_t *pages, *tails; /* owned; of m's device */
 };
 
 /* Room for n_tokens, with spare pages and tails for others in the same pool. ctl_seq_close() after
- * every outcome; a zeroed one is fine. */
+ * every outcome and before model_close(); a zeroed one is fine. */
 int ctl_seq_open(struct ctl_seq *s, struct model *m, int64_t n_tokens, uint32_t spare_pages,
                  uint32_t spare_tails, uint64_t seed, struct tow_err *err);
 void ctl_seq_close(struct ctl_seq *s);

@@ -249,11 +249,12 @@ int ctl_status_main(int argc, char **argv)
          .def = "false",
          .help = "every column, capacity included"},
     };
-    const struct tow_opts_spec spec = {
-        .program = "towpath-ctl status",
-        .about = "shows whether the router serves, and its workers; exits 2 while it does not",
-        .table = table,
-        .n = sizeof table / sizeof *table};
+    const struct tow_opts_spec spec = {.program = "towpath-ctl status",
+                                       .about =
+                                           "shows whether the router serves, and its workers; "
+                                           "exits 1 while it does not, 2 when it cannot be asked",
+                                       .table = table,
+                                       .n = sizeof table / sizeof *table};
     struct tow_opts *opts;
     struct tow_err err = {0};
     int rc = ctl_flags_read(&opts, &spec, argc, argv, &err);
@@ -266,5 +267,5 @@ int ctl_status_main(int argc, char **argv)
     }
     tow_opts_free(opts);
     if (rc < 0) fprintf(stderr, "towpath-ctl status: %s\n", err.msg);
-    return rc < 0 ? 1 : rc > 0 ? 2 : 0;
+    return rc < 0 ? CTL_EXIT_FAILED : rc > 0 ? CTL_EXIT_NO : CTL_EXIT_GOOD;
 }

@@ -7,7 +7,7 @@
 struct json;
 struct tow_buf;
 
-/* Exit status: 0 serving, 2 alive but not serving, 1 for everything else. */
+/* Exit status: 0 serving, 1 alive but not serving, 2 when it could not be asked. */
 int ctl_status_main(int argc, char **argv);
 
 /* The workers' list as a table: name, role, state and load; with all, whatever else the router

@@ -491,5 +491,5 @@ int ctl_verify_main(int argc, char **argv)
     for (int i = 0; i < CTL_CHECKS; i++) ctl_answer_fini(&checks[i].answer);
     tow_opts_free(opts);
     if (rc < 0) fprintf(stderr, "towpath-ctl verify: %s\n", err.msg);
-    return rc < 0 ? 2 : passed ? 0 : 1;
+    return rc < 0 ? CTL_EXIT_FAILED : passed ? CTL_EXIT_GOOD : CTL_EXIT_NO;
 }

@@ -3,9 +3,9 @@
  *
  * Why      Ops come with host arrays of sequences and weights; here is where their copies are found.
  * Rules    An op is `extern "C" int kern_<op>_cuda(struct kern_stream *s, const struct kern_<op> *p)`;
- *          its contract was checked before, T > 0 holds where the op has T. It enqueues on s->cu,
- *          never waits for the device (batch metadata of a foreign array apart) and ends with
- *          `return cuda_done(s, "<op>")`.
+ *          its contract was checked before (table.c). T = 0 returns 0, for an empty grid is no launch.
+ *          Else it enqueues on s->cu, never waits for the device (batch metadata of a foreign array
+ *          apart) and ends with `return cuda_done(s, "<op>")`.
  *          The shape of a launch depends on T, n_seqs and sizes that do not change while a model is
  *          open, never on a sequence's length or position: those are read on the device, so that a
  *          captured graph can be launched again for other positions.
@@ -88,7 +88,7 @@ int cuda_done(struct kern_stream *s, const char *op);
 /* Lets a kernel ask for up to `bytes` of dynamic shared memory, less what it holds statically and no more
  * than the device has. */
 void cuda_raise_shared(const void *kernel, int bytes);
-/* The same, once; before its launch. */
+/* The same, once a process (one device, see kernels/dev.h); before its launch. */
 #define CUDA_SHARED(kernel, bytes)                                                                 \
     do {                                                                                           \
         static bool raised_;                                                                       \

@@ -21,7 +21,10 @@ extern "C" {
 #include <stdlib.h>
 #include <string.h>
 
-enum { STAGING_BYTES = 8 << 20, ALIGN = 256 };
+enum {
+    STAGING_BYTES = 8 << 20, /* a pass writes kilobytes; pages that arrive fill it and wait */
+    ALIGN = 256              /* what cudaMalloc gives, and kernels' widest vectors want */
+};
 
 /* Device memory with a host side of pinned memory, that grows. */
 struct cuda_mirror {
@@ -42,7 +45,7 @@ struct graph {
     cudaGraphExec_t exec; /* owned; NULL: seen once, or not possible */
     bool seen, refused;
 };
-enum { MAX_GRAPHS = 256 };
+enum { MAX_GRAPHS = 256 }; /* twice the largest decode step: one for each number of rows */
 
 struct cuda_own {
     struct {
@@ -265,8 +268,8 @@ static bool capture(struct kern_stream *s, struct graph *g, int (*enqueue)(void 
     if (graph) cudaGraphDestroy(graph);
     if (!ok) {
         if (o->rc == 0)
-            fprintf(stderr, "cuda: %d rows cannot be kept as a graph (%s)\n", (int)(g->key & 255),
-                    cudaGetErrorString(e));
+            fprintf(stderr, "cuda: launches of key %#llx cannot be kept as a graph (%s)\n",
+                    (unsigned long long)g->key, cudaGetErrorString(e));
         cudaGetLastError();
         o->rc = 0;
         g->exec = NULL;
@@ -409,7 +412,7 @@ static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct 
     int32_t refused = 0;
     uint8_t *mem = (uint8_t *)alloc_dev(dev, (size_t)refused_at + sizeof refused);
     struct cuda_weight *t = (struct cuda_weight *)malloc((size_t)n * sizeof *t);
-    struct cuda_weight *table = (struct cuda_weight *)(mem + table_at);
+    struct cuda_weight *table = mem ? (struct cuda_weight *)(mem + table_at) : NULL;
     int rc = mem && t ? remember(dev, w, mem, table, n) : TOW_ENOMEM;
     if (rc < 0) {
         cudaFree(mem);
@@ -450,8 +453,9 @@ static const void *place_bytes(struct kern_dev *dev, const void *host, size_t by
 {
     void *mem = alloc_dev(dev, bytes);
     if (!mem) return NULL;
-    if (remember(dev, NULL, mem, NULL, 0) < 0 || write_in(&dev->stream, mem, host, bytes) < 0) {
-        cudaFree(mem);
+    /* Remembered last: what is remembered is freed with the device. */
+    if (write_in(&dev->stream, mem, host, bytes) < 0 || remember(dev, NULL, mem, NULL, 0) < 0) {
+        free_dev(dev, mem);
         return NULL;
     }
     return mem;

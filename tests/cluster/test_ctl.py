@@ -110,7 +110,7 @@ class CtlTest(unittest.TestCase):
         return subprocess.run([CTL, *args], env={**ENV, **(env or {})}, capture_output=True, timeout=60 * SLACK, **kw)
 
     def fails(self, r, *words):
-        self.assertEqual(r.returncode, 1, r)
+        self.assertEqual(r.returncode, 2, r)
         text = r.stderr.decode()
         self.assertEqual(text.count("\n"), 1, text)
         for w in words:
@@ -295,7 +295,7 @@ class CtlTest(unittest.TestCase):
     def test_status_while_starting(self):
         self.router(503, [])
         r = self.ctl("status", "--url", self.url)
-        self.assertEqual((r.returncode, r.stdout.decode()), (2, f"{self.url}: starting, 0 workers\n"), r)
+        self.assertEqual((r.returncode, r.stdout.decode()), (1, f"{self.url}: starting, 0 workers\n"), r)
 
     def test_drain_waits_until_gone(self):
         state = {"asked": 0, "drained": None}
@@ -345,6 +345,24 @@ class CtlTest(unittest.TestCase):
         self.assertIn(b"--max-wait", r.stderr)
 
     # ---- settings
+    def test_exit_status_is_one_convention(self):
+        """2 with one line: it could not be done or asked (test_status_while_starting, test_drain_failures: 1, no)."""
+        for command in ("eval", "explain", "numerics", "status", "drain", "chat", "verify", "needle"):
+            self.fails(self.ctl(command, "--no-such-flag"), "--no-such-flag")
+        for command in (["status"], ["drain", "x"], ["chat", "q"], ["verify"]):
+            self.fails(self.ctl(*command, "--url", "http://127.0.0.1:1"), "127.0.0.1:1")
+        r = self.ctl("no-such-command")
+        self.assertEqual((r.returncode, r.stdout), (2, b""))
+
+    def test_version(self):
+        lines = {self.ctl("--version").stdout, self.ctl("status", "--version").stdout.replace(b" status", b"")}
+        for program in ("router", "prefill", "decode"):
+            r = subprocess.run([os.path.join(BIN, "towpath-" + program), "--version"], env=ENV, stdout=subprocess.PIPE)
+            self.assertEqual(r.returncode, 0)
+            lines.add(r.stdout.replace(program.encode(), b"ctl"))
+        self.assertEqual(len(lines), 1, lines)
+        self.assertRegex(lines.pop().decode(), r"^towpath-ctl \d+\.\d+\.\d+ \(CUDA (yes|no), systemd (yes|no)\)\n$")
+
     def test_every_flag_is_known_to_the_others(self):
         with open(os.path.join(ROOT, "common", "base", "opt.c")) as f:
             text = f.read().split("settings_of_all[] =")[1].split(";")[0]
@@ -358,7 +376,7 @@ class CtlTest(unittest.TestCase):
             r = self.ctl(command, "--help")
             self.assertEqual(r.returncode, 0)
             used |= set(re.findall(r"^\s+--([a-z0-9-]+)", r.stdout.decode(), re.M))
-        self.assertEqual(used - {"config", "check-config", "help"}, names)
+        self.assertEqual(used - {"config", "check-config", "version", "help"}, names)
 
     def test_variables(self):
         self.router()

@@ -130,7 +130,8 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
 
 int main(void)
 {
-    if (!test_device_there(test_device())) return 77;
+    const int absent = test_device_there(test_device());
+    if (absent) return absent;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_block__streams_in_to_streams_out_within_the_bound)};
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -261,7 +261,8 @@ static void test_eval__same_bits_for_any_chunk_thread_count_and_hand_over(void *
 
 int main(void)
 {
-    if (!test_device_there(test_device())) return 77;
+    const int absent = test_device_there(test_device());
+    if (absent) return absent;
     snprintf(out_path, sizeof out_path, "/tmp/towpath-eval-test-%d.safetensors", (int)getpid());
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_eval__goldens_within_their_tolerances),

@@ -95,7 +95,7 @@ static void explain(const struct ctl_explain *e, struct ctl_explain_report *r, c
     failed[0] = 0;
     for (int32_t i = 0; i < r->n_rows; i++) {
         const struct ctl_explain_row *row = &r->rows[i];
-        if (!row->must || (row->n_differ == 0 && !row->note[0])) continue;
+        if (!row->must || row->skipped || (row->n_differ == 0 && !row->note[0])) continue;
         n++;
         strncat(failed, row->name, 511 - strlen(failed));
         strncat(failed, " ", 511 - strlen(failed));
@@ -190,6 +190,22 @@ static void test_explain__without_a_fault_every_way_is_identical(void **state)
     assert_non_null(strstr(text.data, "\"good\": true"));
     assert_non_null(strstr(text.data, "Disaggregation is ruled out"));
     tow_buf_fini(&text);
+}
+
+/* As on a device with memory of its own. */
+static void test_explain__through_a_mirror_every_way_is_identical(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    char failed[512];
+    (void)state;
+    e.device = "mirror:cpu";
+    e.only = "again,batch,handover,prefix,threads";
+    explain(&e, &r, failed);
+    assert_string_equal(failed, "");
+    assert_true(row_of(&r, "threads")->skipped);
+    assert_true(row_of(&r, "handover")->n_logits > 0);
+    assert_true(ctl_explain_good(&r));
 }
 
 static void test_explain__a_planted_fault_fails_exactly_the_rows_that_fit_it(void **state)
@@ -326,6 +342,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_explain__without_a_fault_every_way_is_identical),
+        cmocka_unit_test(test_explain__through_a_mirror_every_way_is_identical),
         cmocka_unit_test(test_explain__a_planted_fault_fails_exactly_the_rows_that_fit_it),
         cmocka_unit_test(test_explain__a_stale_page_after_the_hand_over_is_found),
         cmocka_unit_test(test_explain__a_token_that_is_not_the_models_is_found),

@@ -409,6 +409,17 @@ static void test_numerics__pages_changed_on_their_way_are_found(void **state)
     assert_string_equal(failed, "handover.pages handover.logits ");
 }
 
+/* As a device with memory of its own is audited. */
+static void test_numerics__through_a_mirror_all_rows_pass(void **state)
+{
+    char failed[1024];
+    struct ctl_numerics n = settings();
+    (void)state;
+    n.device = "mirror:cpu";
+    audit(&n, failed);
+    assert_string_equal(failed, "");
+}
+
 static void test_numerics__rows_made_before_an_error_are_kept(void **state)
 {
     struct ctl_numerics_report r;
@@ -428,6 +439,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_numerics__a_planted_fault_fails_exactly_the_rows_that_fit_it),
+        cmocka_unit_test(test_numerics__through_a_mirror_all_rows_pass),
         cmocka_unit_test(test_numerics__rows_made_before_an_error_are_kept),
         cmocka_unit_test(test_numerics__pages_changed_on_their_way_are_found),
     };

@@ -268,7 +268,8 @@ static void answers_as_recorded(void **state)
 
 int main(void)
 {
-    if (!test_device_there(test_device())) return 77;
+    const int absent = test_device_there(test_device());
+    if (absent) return absent;
     setvbuf(stdout, NULL, _IOLBF, 0);
     const struct CMUnitTest tests[] = {cmocka_unit_test(answers_as_recorded)};
     return cmocka_run_group_tests(tests, set_up, tear_down);

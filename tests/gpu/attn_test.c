@@ -6,6 +6,7 @@
  * Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "kernels/mirror.h"
@@ -420,11 +421,8 @@ int main(int argc, char **argv)
     const char *d = getenv("TOW_TEST_DEVICE");
     char device[64];
     snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
-    struct tow_err err;
-    if (kern_dev_open(&gpu, device, 1, &err) < 0) {
-        printf("no CUDA device: %s\n", err.msg);
-        return 77;
-    }
+    struct tow_err err = {0};
+    if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_index_select__lengths),

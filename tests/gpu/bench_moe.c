@@ -9,7 +9,6 @@
 #include "tests/gpu/bench.h"
 
 enum { E = 256, K = 6, D = 4096, I = 2048, TURNS = 8, MAX_T = 8192 };
-#define MMA_BF16 780e12 /* measured, docs/performance */
 
 struct experts {
     struct kern_weight w1[E], w2[E], w3[E];
@@ -139,7 +138,7 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                                           .ctx = &m,
                                           .bytes = distinct * x->bytes_each + T * (double)D * 6,
                                           .flops = 6.0 * T * K * D * I,
-                                          .flops_second = MMA_BF16,
+                                          .flops_second = BENCH_BF16_FLOPS,
                                           .goal = goal});
     }
     bench_free_all(b);

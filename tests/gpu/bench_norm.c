@@ -298,7 +298,7 @@ int main(int argc, char **argv)
     int rc = bench_open(&b, argc, argv);
     if (rc) return rc;
     puts("-- a prefill chunk");
-    bench_hc(&b, CHUNK, "boundary (collapse + expand) <= 200 us", "");
+    bench_hc(&b, CHUNK, "boundary (collapse + expand) <= 200 us", NULL);
     bench_rmsnorm(&b, CHUNK, D, "<= 1.2 x");
     bench_rmsnorm(&b, CHUNK, Q_LORA, "<= 1.2 x");
     bench_rope_table(&b, CHUNK);
@@ -311,7 +311,7 @@ int main(int argc, char **argv)
     puts("-- decode steps");
     for (int i = 0; i < 3; i++) {
         const int32_t n = batches[i];
-        bench_hc(&b, n, "boundary <= 5 us", "");
+        bench_hc(&b, n, "boundary (collapse + expand) <= 5 us", NULL);
         bench_rmsnorm(&b, n, D, "<= 3 us");
         bench_rope_table(&b, n);
         bench_heads_rope(&b, n, true, "<= 5 us");

@@ -7,12 +7,13 @@
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
 
-enum { SKIPPED = 77, SAMPLES = 48, CPU_ROWS = 2 };
+enum { SAMPLES = 48, CPU_ROWS = 2 };
 
 static struct kern_dev *gpu, *cpu;
 
@@ -441,10 +442,7 @@ static void test_linear__every_code_has_its_value(void **state)
 int main(void)
 {
     struct tow_err err = {0};
-    if (kern_dev_open(&gpu, "cuda:0", 0, &err) < 0) {
-        printf("gemm_test: no CUDA device (%s): skipped\n", err.msg);
-        return SKIPPED;
-    }
+    if (kern_dev_open(&gpu, "cuda:0", 0, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     enum { N_SHAPES = sizeof shapes / sizeof *shapes };
     struct CMUnitTest tests[2 * N_SHAPES + 2] = {

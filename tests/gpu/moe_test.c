@@ -1,9 +1,10 @@
 /* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch, and is
- * the CPU's, also by wgmma; skewed routing, repeated experts and none.
+ * near the CPU's, and wgmma's are those of mma.sync; skewed routing, repeated experts and none.
  *
  * Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "kernels/cuda/table.h"
@@ -181,7 +182,7 @@ static void near_cpu(struct fixture *f, const float *all, int32_t t)
     free(want);
 }
 
-static void test_moe__rows_are_the_cpus_in_any_batch(void **state)
+static void test_moe__rows_are_near_the_cpus_in_any_batch(void **state)
 {
     static struct fixture f;
     set_up(&f, *state);
@@ -265,14 +266,12 @@ int main(void)
     enum { N = sizeof shapes / sizeof *shapes };
     struct CMUnitTest tests[N + 16];
     struct tow_err err = {0};
-    if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) {
-        printf("no CUDA device: %s\n", err.msg);
-        return 77;
-    }
+    if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     for (int i = 0; i < N; i++)
-        tests[i] = (struct CMUnitTest){shapes[i].name, test_moe__rows_are_the_cpus_in_any_batch,
-                                       NULL, NULL, (void *)(uintptr_t)&shapes[i]};
+        tests[i] =
+            (struct CMUnitTest){shapes[i].name, test_moe__rows_are_near_the_cpus_in_any_batch, NULL,
+                                NULL, (void *)(uintptr_t)&shapes[i]};
     int n = N;
 #ifdef TOW_CUDA
     for (int i = 0; i < N_WIDE && strcmp(kern_dev_isa(gpu), "sm_90") == 0; i++)

@@ -8,6 +8,7 @@
  * Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "kernels/dev.h"
@@ -622,10 +623,7 @@ static void test_cache__nan_stays_in_its_entry(void **state)
 int main(void)
 {
     struct tow_err err = {0};
-    if (kern_dev_open(&sides[GPU].dev, "cuda:0", 0, &err) < 0) {
-        printf("norm_test: no CUDA device: %s\n", err.msg);
-        return 77;
-    }
+    if (kern_dev_open(&sides[GPU].dev, "cuda:0", 0, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&sides[CPU].dev, "cpu", 0, &err) < 0) {
         printf("norm_test: %s\n", err.msg);
         return 1;

@@ -5,6 +5,7 @@
  */
 #include "tests/kernels/op_cases.h"
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "kernels/cpu/team.h"
@@ -138,11 +139,8 @@ int main(int argc, char **argv)
     char device[64];
     const char *d = getenv("TOW_TEST_DEVICE");
     snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
-    struct tow_err err;
-    if (kern_dev_open(&gpu, device, 1, &err) < 0) {
-        printf("%s\n", err.msg);
-        return 77;
-    }
+    struct tow_err err = {0};
+    if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open_cpu(
             &cpu, 0, KERN_CPU_AVX2 <= kern_cpu_best_isa() ? KERN_CPU_AVX2 : KERN_CPU_C, &err) < 0)
         return 1;

@@ -210,6 +210,9 @@ static void test_tow_opt__unknown_names_are_errors_everywhere(void **state)
     refused("--model m -x", NULL, "-x", "unknown");
     refused("--model m", "TOWPATH_MAX_QUEUEDD=3", "TOWPATH_MAX_QUEUEDD", "did you mean");
     refused("--model m", "TOWPATH_=3", "TOWPATH_", "unknown");
+    refused("--modl m", NULL, "--modl", "did you mean 'model'");
+    refused("--model m", "TOWPATH_FOO=1", "TOWPATH_FOO",
+            "unknown to"); /* --join is three letters off */
     refused("--model m", "TOWPATH_URLS=3", "TOWPATH_URLS", "unknown");
     refused("--model m --url x", NULL, "--url", "unknown"); /* as a flag it is wrong all the same */
     assert_int_equal(parse("--model m", "TOWPATH_URL=x"), 0); /* towpath-ctl's */

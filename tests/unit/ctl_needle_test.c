@@ -21,6 +21,8 @@ static void test_ctl_needle__axis_reads_lists_and_names_what_is_wrong(void **sta
     int64_t v[CTL_AXIS_MAX];
     int n;
     struct tow_err err = {0};
+    assert_int_equal(ctl_axis_parse(CTL_AXIS_LENGTH, "1M,2m", v, &n, &err), 0);
+    assert_true(n == 2 && v[0] == 1 << 20 && v[1] == 2 << 20);
     assert_int_equal(ctl_axis_parse(CTL_AXIS_LENGTH, "64,4K,16384", v, &n, &err), 0);
     assert_int_equal(n, 3);
     assert_int_equal(v[1], 4096);

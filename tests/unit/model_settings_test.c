@@ -4,6 +4,8 @@
 #include "common/base/err.h"
 #include "common/model/settings.h"
 
+#include <string.h>
+
 /* Reads flags after a program's name; n of them. */
 static int take(const char *const *flags, int n, struct model_options *out, struct tow_err *err)
 {
@@ -50,6 +52,11 @@ static void test_model_settings__each_name_means_its_format(void **state)
     }
     for (int i = 0; model_ik_names[i]; i++) {
         const char *const flags[] = {"--index-keys", model_ik_names[i]};
+        if (i == KERN_IK_F32) {
+            assert_int_equal(take(flags, 2, &o, &err), TOW_ECONFIG);
+            assert_non_null(strstr(err.msg, "--index-keys f32: only with --numerics exact"));
+            continue;
+        }
         assert_int_equal(take(flags, 2, &o, &err), 0);
         assert_int_equal(o.ik_fmt, i);
     }
