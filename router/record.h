@@ -43,6 +43,9 @@ extern const struct rtr_backend rtr_recorder_backend; /* self: the recorder */
  * read and write. `what` names the setting. */
 int rtr_record_mode(const char *text, const char *what, uint32_t *mode, struct tow_err *err);
 
+/* What rtr_recorder_open() would say of the folder, without making or writing anything. */
+int rtr_record_check_dir(const char *dir, struct tow_err *err);
+
 /* Makes sure that files can be written there, and takes over those of earlier runs. */
 int rtr_recorder_open(struct rtr_recorder **out, struct uv_loop_s *loop,
                       const struct rtr_record_config *config, struct tow_err *err);
