@@ -219,7 +219,7 @@ def test_a_file_that_cannot_be_written_is_known_before_the_work(build):
         nowhere = d + "/no/such"
         for flag, status, command in (("--svg", 2, ["needle", *url]), ("--out", 2, ["needle", *url]), ("--out", 2, ["needle", *url, "--resume"]),
                                       ("--report", 2, ["numerics", "--model", MODEL]),
-                                      ("--out", 1, ["eval", "--model", MODEL, "--tokens", d + "/none"])):
+                                      ("--out", 2, ["eval", "--model", MODEL, "--tokens", d + "/none"])):
             r = ctl(build, *command, flag, nowhere)
             assert r.returncode == status and "%s %s: No such file or directory" % (flag, nowhere) in r.stderr, r
             assert r.stdout == "" and r.stderr.count("\n") == 1 and not server.seen and os.listdir(d) == [], r
