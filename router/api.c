@@ -190,6 +190,12 @@ static void reply_refusal(struct rtr_api *a, enum route route, struct rtr_exchan
 
 /* ---- jobs ---- */
 
+static void free_keys(struct rtr_api *a)
+{
+    if (a->keys) explicit_bzero(a->keys, a->n_keys * sizeof *a->keys);
+    free(a->keys);
+}
+
 static void maybe_closed(struct rtr_api *a)
 {
     if (!a->closing || a->http_open || a->tick_open || a->n_jobs || a->trimming) return;
@@ -197,8 +203,7 @@ static void maybe_closed(struct rtr_api *a)
     void *arg = a->on_closed_arg;
     free(a->served_model_name);
     free(a->model_name);
-    if (a->keys) explicit_bzero(a->keys, a->n_keys * sizeof *a->keys);
-    free(a->keys);
+    free_keys(a);
     free(a);
     if (on_closed) on_closed(arg);
 }
@@ -907,6 +912,16 @@ static int load_keys(struct rtr_api *a, const char *path, struct tow_err *err)
     }
     explicit_bzero(line, sizeof line);
     fclose(f);
+    return rc;
+}
+
+int rtr_api_check_keys(const char *path, struct tow_err *err)
+{
+    struct rtr_api *a = calloc(1, sizeof *a);
+    if (!a) return tow_fail(err, TOW_ENOMEM, "--api-key-file: out of memory");
+    int rc = load_keys(a, path, err);
+    free_keys(a);
+    free(a);
     return rc;
 }
 

@@ -34,6 +34,9 @@ struct rtr_api_config {
 };
 void rtr_api_config_init(struct rtr_api_config *c); /* the defaults */
 
+/* What rtr_api_open() would say of the file of keys. */
+int rtr_api_check_keys(const char *path, struct tow_err *err);
+
 /* Opens the HTTP endpoint on the loop. Strings of the config are copied; tok and backend with self
  * are borrowed until closed. */
 int rtr_api_open(struct rtr_api **out, struct uv_loop_s *loop, const struct rtr_api_config *config,

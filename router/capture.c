@@ -36,6 +36,26 @@ static int no_memory(struct parse *p)
     return rtr_api_fail(p->e, 503, "out_of_memory", NULL, "out of memory for this request");
 }
 
+/* A misspelt field would change what is measured, and nobody would see it. names: NULL at the end. */
+static int only_known(struct parse *p, const struct json *v, const char *const *names,
+                      const char *param)
+{
+    JSON_EACH(it, v)
+    {
+        char is[JSON_SHOW_BYTES], known[128] = "";
+        const char *key = json_key(it);
+        size_t i = 0;
+        for (; names[i] && strcmp(names[i], key) != 0; i++)
+            snprintf(known + strlen(known), sizeof known - strlen(known), i ? ", %s" : "%s",
+                     names[i]);
+        if (!names[i])
+            return rtr_api_fail(p->e, 400, "invalid_index_capture", param,
+                                "%s: has no field %s; its fields are %s", param,
+                                json_show_text(key, strlen(key), is), known);
+    }
+    return 0;
+}
+
 /* ---- spans ---- */
 
 /* The bytes of the prompt. */
@@ -81,6 +101,9 @@ static int find_text(struct parse *p, const struct json *v, struct rtr_capture_s
     size_t len, at = 0;
     const char *text = json_string(json_find(v, "text"), &len);
     char is[JSON_SHOW_BYTES];
+    static const char *const known[] = {"text", NULL};
+    int rc = only_known(p, v, known, FIELD ".spans");
+    if (rc < 0) return rc;
     if (!text || !len)
         return WRONG(p, ".spans", ": text must be a string that is not empty, is %s",
                      json_show(json_find(v, "text"), is));
@@ -318,6 +341,8 @@ int rtr_capture_parse(struct rtr_capture **out, const struct json *v,
                       const struct rtr_capture_rules *rules, struct tow_arena *arena,
                       struct rtr_api_error *e)
 {
+    static const char *const fields[] = {"spans",  "steps", "max_steps", "layers",
+                                         "shadow", "lists", "expect",    NULL};
     struct parse p = {.v = v, .rules = rules, .arena = arena, .e = e};
     int rc;
     char is[JSON_SHOW_BYTES];
@@ -327,6 +352,7 @@ int rtr_capture_parse(struct rtr_capture **out, const struct json *v,
     if (!p.c) return no_memory(&p);
     p.c->prompt = rules->prompt;
     p.c->n_prompt = rules->n_prompt;
+    if ((rc = only_known(&p, v, fields, FIELD)) < 0) return rc;
     if ((rc = read_spans(&p)) < 0 || (rc = make_entries(&p)) < 0 || (rc = read_steps(&p)) < 0 ||
         (rc = read_layers(&p)) < 0 || (rc = read_shadow(&p)) < 0 || (rc = read_rest(&p)) < 0 ||
         (rc = pack(&p)) < 0)

@@ -333,6 +333,27 @@ static int open_recorder(struct router *r, const char *model, struct tow_err *er
     return rc;
 }
 
+static int check_files(const struct settings *s, struct tow_err *err)
+{
+    char why[200];
+    snprintf(why, sizeof why,
+             "%d for itself, %lld clients (--max-connections), %d that are turned away, %d on the "
+             "control port",
+             NET_FILES_OWN, (long long)s->max_connections, RTR_HTTP_TURN_AWAY, NET_CTL_MAX);
+    return net_files_check(
+        NET_FILES_OWN + (uint64_t)s->max_connections + RTR_HTTP_TURN_AWAY + NET_CTL_MAX, why, err);
+}
+
+/* --check-config: what start() would refuse, as far as it shows without network; leaves nothing behind. */
+static int check_all(const struct settings *s, struct tow_err *err)
+{
+    int rc = check_files(s, err);
+    if (rc == 0 && s->api_key_file && *s->api_key_file)
+        rc = rtr_api_check_keys(s->api_key_file, err);
+    if (rc == 0 && s->record_dir) rc = rtr_record_check_dir(s->record_dir, err);
+    return rc;
+}
+
 static int start(struct router *r, struct tow_err *err)
 {
     const struct settings *s = &r->set;
@@ -349,13 +370,7 @@ static int start(struct router *r, struct tow_err *err)
                                      .warm_up = warm_up,
                                      .n_warm_up = N_WARM_UP,
                                      .incarnation = tow_random_u64()};
-    char why[200];
-    snprintf(why, sizeof why,
-             "%d for itself, %lld clients (--max-connections), %d that are turned away, %d on the "
-             "control port",
-             NET_FILES_OWN, (long long)s->max_connections, RTR_HTTP_TURN_AWAY, NET_CTL_MAX);
-    int rc = net_files_check(
-        NET_FILES_OWN + (uint64_t)s->max_connections + RTR_HTTP_TURN_AWAY + NET_CTL_MAX, why, err);
+    int rc = check_files(s, err);
     if (rc == 0) rc = net_loop_open(&r->loop, err);
     if (rc == 0) rc = tow_metrics_new(&r->metrics, err);
     if (rc == 0)
@@ -431,6 +446,7 @@ int main(int argc, char **argv)
     int rc = read_settings(&r, argc, argv, &what, &err);
     const bool go = what == TOW_OPTS_RUN || what == TOW_OPTS_CHECK;
     if (rc == 0 && go) rc = load_text(&r, &err);
+    if (rc == 0 && what == TOW_OPTS_CHECK) rc = check_all(&r.set, &err);
     if (rc == 0 && what == TOW_OPTS_RUN) {
         rc = start(&r, &err);
         if (rc == 0) net_loop_run(r.loop);

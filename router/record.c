@@ -19,6 +19,7 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <libgen.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -591,19 +592,46 @@ static int take_over(struct rtr_recorder *r, struct tow_err *err)
     return rc;
 }
 
-static int open_dir(struct rtr_recorder *r, struct tow_err *err)
+/* *fd is -1 or the caller's, whatever comes back. */
+static int open_checked(const char *dir, int *fd, struct tow_err *err)
 {
     struct stat st;
-    if (mkdir(r->dir, 0700) < 0 && errno != EEXIST)
-        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be made: %m", r->dir);
-    r->dir_fd = open(r->dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (r->dir_fd < 0 || fstat(r->dir_fd, &st) < 0)
-        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: %m", r->dir);
+    *fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (*fd < 0 || fstat(*fd, &st) < 0)
+        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: %m", dir);
     if (st.st_mode & 0002)
         return tow_fail(err, TOW_ECONFIG,
-                        "--record-dir %s: mode %04o: everybody may write there; 0700 is meant",
-                        r->dir, (unsigned)st.st_mode & 07777);
-    int rc = write_file(r, "cmpl-probe" TEXT_RECORD_SUFFIX, "", 0, err);
+                        "--record-dir %s: mode %04o: everybody may write there; 0700 is meant", dir,
+                        (unsigned)st.st_mode & 07777);
+    return 0;
+}
+
+int rtr_record_check_dir(const char *dir, struct tow_err *err)
+{
+    int fd = -1, rc = 0;
+    struct stat st;
+    if (lstat(dir, &st) < 0 && errno == ENOENT) { /* mkdir would have to make it */
+        char *copy = strdup(dir);
+        if (!copy) return tow_fail(err, TOW_ENOMEM, "--record-dir: out of memory");
+        if (faccessat(AT_FDCWD, dirname(copy), W_OK | X_OK, AT_EACCESS) < 0)
+            rc = tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be made: %m", dir);
+        free(copy);
+        return rc;
+    }
+    rc = open_checked(dir, &fd, err);
+    if (rc == 0 && faccessat(fd, ".", W_OK | X_OK, AT_EACCESS) < 0)
+        rc = tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be written to: %m", dir);
+    if (fd >= 0) close(fd);
+    return rc;
+}
+
+static int open_dir(struct rtr_recorder *r, struct tow_err *err)
+{
+    if (mkdir(r->dir, 0700) < 0 && errno != EEXIST)
+        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be made: %m", r->dir);
+    int rc = open_checked(r->dir, &r->dir_fd, err);
+    if (rc < 0) return rc;
+    rc = write_file(r, "cmpl-probe" TEXT_RECORD_SUFFIX, "", 0, err);
     if (rc < 0) return err->code = TOW_ECONFIG;
     unlinkat(r->dir_fd, "cmpl-probe" TEXT_RECORD_SUFFIX, 0);
     return 0;

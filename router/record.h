@@ -32,9 +32,9 @@ struct rtr_record_config {
     uint32_t n_vocab;
     const int32_t *eos; /* [n_eos], copied */
     uint32_t n_eos;
-    struct tow_metrics *metrics; /* borrowed */
-    const struct rtr_backend *inner;
-    void *inner_self; /* borrowed */
+    struct tow_metrics *metrics;     /* borrowed */
+    const struct rtr_backend *inner; /* copied */
+    void *inner_self;                /* borrowed */
 };
 
 extern const struct rtr_backend rtr_recorder_backend; /* self: the recorder */
@@ -43,7 +43,11 @@ extern const struct rtr_backend rtr_recorder_backend; /* self: the recorder */
  * read and write. `what` names the setting. */
 int rtr_record_mode(const char *text, const char *what, uint32_t *mode, struct tow_err *err);
 
-/* Makes sure that files can be written there, and takes over those of earlier runs. */
+/* What rtr_recorder_open() would say of the folder, without making or writing anything. */
+int rtr_record_check_dir(const char *dir, struct tow_err *err);
+
+/* loop: borrowed. Makes sure that files can be written there, and takes over those of earlier runs.
+ * TOW_ECONFIG: the folder, by name and reason; TOW_ENOMEM. */
 int rtr_recorder_open(struct rtr_recorder **out, struct uv_loop_s *loop,
                       const struct rtr_record_config *config, struct tow_err *err);
 /* After the loop has run to its end: records under way are written by then. NULL is fine. */

@@ -193,10 +193,8 @@ static int check_deployed(const struct model_shape *s, const struct model_option
     return 0;
 }
 
-static int check_options(struct model *m, struct tow_err *err)
+static int check_options(struct model_options *o, const struct model_shape *s, struct tow_err *err)
 {
-    struct model_options *o = &m->opt;
-    const struct model_shape *s = &m->w->shape;
     if (o->max_rows < 1 || o->max_rows > MODEL_MAX_ROWS)
         return tow_fail(err, TOW_ECONFIG, "rows of one pass: %d is not in 1..%d", o->max_rows,
                         MODEL_MAX_ROWS);
@@ -216,11 +214,11 @@ static int check_options(struct model *m, struct tow_err *err)
     return 0;
 }
 
-static void layout_spec(const struct model *m, struct kern_kv_spec *spec)
+static void layout_spec(const struct model_options *o, const struct model_shape *s,
+                        struct kern_kv_spec *spec)
 {
-    const struct model_shape *s = &m->w->shape;
     memset(spec, 0, sizeof *spec);
-    spec->n_mtp = m->opt.mtp ? 1 : 0;
+    spec->n_mtp = o->mtp ? 1 : 0;
     spec->n_layers = s->n_layers + spec->n_mtp;
     for (int32_t i = 0; i < spec->n_layers; i++) spec->ratios[i] = s->ratios[i];
     spec->head_dim = s->d;
@@ -228,9 +226,19 @@ static void layout_spec(const struct model *m, struct kern_kv_spec *spec)
     spec->window = s->window;
     spec->index_dim = s->index_dim;
     spec->stream_width = s->hc * s->D;
-    spec->page_tokens = m->opt.page_tokens;
-    spec->kv_fmt = m->opt.kv_fmt;
-    spec->ik_fmt = m->opt.ik_fmt;
+    spec->page_tokens = o->page_tokens;
+    spec->kv_fmt = o->kv_fmt;
+    spec->ik_fmt = o->ik_fmt;
+}
+
+int model_plan(struct kern_kv_layout *out, struct model_options *opt,
+               const struct model_shape *shape, struct tow_err *err)
+{
+    struct kern_kv_spec spec;
+    int rc = check_options(opt, shape, err);
+    if (rc < 0) return rc;
+    layout_spec(opt, shape, &spec);
+    return kern_kv_layout_init(out, &spec, err);
 }
 
 static int fill_frequencies(struct model *m, struct tow_err *err)
@@ -257,13 +265,9 @@ int model_open(struct model **out, const char *dir, const struct model_options *
 
     struct model_weights_options wo = {
         .need_input_scales = !opt->exact && opt->expert_aq == KERN_AQ_NVFP4, .no_mtp = !opt->mtp};
-    struct kern_kv_spec spec;
     int rc = model_weights_open(&m->w, dir, &wo, err);
     if (rc < 0) goto fail;
-    rc = check_options(m, err);
-    if (rc < 0) goto fail;
-    layout_spec(m, &spec);
-    rc = kern_kv_layout_init(&m->layout, &spec, err);
+    rc = model_plan(&m->layout, &m->opt, &m->w->shape, err);
     if (rc < 0) goto fail;
     rc = kern_dev_open(&m->dev, opt->device, opt->n_threads, err);
     if (rc < 0) goto fail;

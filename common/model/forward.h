@@ -46,6 +46,11 @@ struct model_options {
     const struct kern_ops *(*wrap_ops)(const struct kern_ops *of_device);
 };
 
+/* The checks of model_open() that need neither weights nor a device, and the layout that comes of them; opt's defaults
+ * are filled in. */
+int model_plan(struct kern_kv_layout *out, struct model_options *opt,
+               const struct model_shape *shape, struct tow_err *err);
+
 /* Opens the checkpoint and the device. Caller frees with model_close(). Errors name the option. */
 int model_open(struct model **out, const char *dir, const struct model_options *opt,
                struct tow_err *err);

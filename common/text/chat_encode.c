@@ -288,6 +288,20 @@ static int add_block(struct enc *e, struct msg *m, bool result, const char *id, 
     return 0;
 }
 
+/* Without content an assistant's message may have calls or reasoning; nobody else's is a message
+ * then. The release's encoder takes such for empty. */
+static int check_content(struct enc *e, const struct msg *m, size_t i)
+{
+    char is[JSON_SHOW_BYTES];
+    const struct json *v = json_find(m->src, "content");
+    const bool assistant = m->role == ASSISTANT_ROLE;
+    if (json_type(v) != JSON_NULL || e->o->as_release) return 0;
+    if (assistant && (json_first(m->calls) || m->reasoning)) return 0;
+    return tow_fail(
+        e->err, TOW_EINVAL, "%s[%zu].content: must be a string or a list of content parts%s, is %s",
+        e->list, i, assistant ? " where there are no tool_calls" : "", json_show(v, is));
+}
+
 static int fold(struct enc *e, const struct json *list, size_t extra, struct msgs *out)
 {
     out->n = 0;
@@ -305,6 +319,8 @@ static int fold(struct enc *e, const struct json *list, size_t extra, struct msg
             at_place(e->err, "%s[%zu]", e->list, i);
             return rc;
         }
+        rc = check_content(e, &m, i);
+        if (rc < 0) return rc;
         rc = read_text(e, json_find(src, "content"), i, "content", m.role == TOOL, &m.content);
         if (rc == 0 && m.role == DEVELOPER && empty_text(&m.content))
             rc = tow_fail(e->err, TOW_EINVAL,

@@ -16,6 +16,7 @@
 #include "common/net/peer.h"
 #include "common/net/sdnotify.h"
 #include "common/net/status.h"
+#include "common/text/config.h"
 #include "kernels/dev.h"
 
 #include <signal.h>
@@ -201,13 +202,15 @@ static int check_name(struct work *w, struct tow_err *err)
 
 /* ------------------------------------------------------------------ capacity */
 
-static uint64_t memory_available(void)
+/* A line of /proc/meminfo in bytes: "MemAvailable", "MemTotal"; 0: not known. */
+static uint64_t memory(const char *which)
 {
     FILE *f = fopen("/proc/meminfo", "re");
     char line[256];
+    const size_t n = strlen(which);
     uint64_t kb = 0;
     while (f && fgets(line, sizeof line, f))
-        if (sscanf(line, "MemAvailable: %lu kB", &kb) == 1) break;
+        if (!strncmp(line, which, n) && sscanf(line + n, ": %lu kB", &kb) == 1) break;
     if (f) fclose(f);
     return kb * 1024;
 }
@@ -217,7 +220,7 @@ static uint64_t memory_available(void)
 static uint64_t room_for_pages(const struct work *w)
 {
     const struct kern_dev *dev = model_peek_dev(w->model);
-    const uint64_t host = memory_available(),
+    const uint64_t host = memory("MemAvailable"),
                    device = kern_dev_host_memory(dev) ? host : kern_dev_free_bytes(dev);
     return device < host ? device : host;
 }
@@ -246,14 +249,14 @@ static int check_address_space(int64_t n_pages, double pool_bytes, struct tow_er
                     (long long)n_pages, REST_MB, (double)r.rlim_cur / (1 << 20));
 }
 
-/* Pages: as asked, else what the share of memory holds,
+/* Pages: as asked, else what the share of memory (0: not known; free, or of the machine) holds,
  * but no more than four full contexts can use. */
-static int plan_pool(struct work *w, struct tow_err *err)
+static int plan_pool(struct work *w, int64_t model_max, uint64_t memory_bytes, const char *of_what,
+                     struct tow_err *err)
 {
     const struct work_settings *s = &w->set;
     int rc;
     const int64_t page = w->layout->page_bytes, pt = w->layout->page_tokens;
-    int64_t model_max = model_peek_weights(w->model)->shape.max_positions;
     if (model_max > WIRE_MAX_TOKENS) model_max = WIRE_MAX_TOKENS;
     if (s->context_length > model_max)
         return tow_fail(err, TOW_ECONFIG,
@@ -261,27 +264,27 @@ static int plan_pool(struct work *w, struct tow_err *err)
                         (long long)s->context_length, (long long)model_max);
     int64_t context = s->context_length ? s->context_length : model_max;
     int64_t n = s->kv_pages;
-    uint64_t memory = room_for_pages(w);
     if (n == 0) {
-        int64_t room = (int64_t)(s->memory_fraction * (double)memory) -
+        int64_t room = (int64_t)(s->memory_fraction * (double)memory_bytes) -
                        (int64_t)w->n_tails * w->layout->tail_bytes;
         int64_t useful = 4 * kern_kv_pages_for(context, (int32_t)pt);
         n = room / page < useful ? room / page : useful;
         if (n < 1)
             return tow_fail(
                 err, TOW_ECONFIG,
-                "--memory-fraction %g of %llu MiB free: not one page of %lld bytes besides %u "
+                "--memory-fraction %g of %llu MiB %s: not one page of %lld bytes besides %u "
                 "tails of %lld bytes",
-                s->memory_fraction, (unsigned long long)(memory >> 20), (long long)page, w->n_tails,
-                (long long)w->layout->tail_bytes);
+                s->memory_fraction, (unsigned long long)(memory_bytes >> 20), of_what,
+                (long long)page, w->n_tails, (long long)w->layout->tail_bytes);
     }
     /* The transport fills shared memory to test it: too much would take the machine down with
      * it. */
     double need = (double)n * (double)page + (double)w->n_tails * (double)w->layout->tail_bytes;
-    if (memory && need > (double)memory)
-        return tow_fail(
-            err, TOW_ECONFIG, "--kv-pages %lld: with %u tails that is %.0f MiB; %llu MiB are free",
-            (long long)n, w->n_tails, need / (1 << 20), (unsigned long long)(memory >> 20));
+    if (memory_bytes && need > (double)memory_bytes)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--kv-pages %lld: with %u tails that is %.0f MiB, of %llu MiB %s",
+                        (long long)n, w->n_tails, need / (1 << 20),
+                        (unsigned long long)(memory_bytes >> 20), of_what);
     if ((rc = check_address_space(n, need, err)) < 0) return rc;
     if (n * pt < context) {
         if (s->context_length)
@@ -905,7 +908,9 @@ static int start_all(struct work *w, struct tow_err *err)
              rep->mtp_absent ? ", MTP absent: drafts off" : "",
              kern_dev_isa(model_peek_dev(w->model)), kern_dev_threads(model_peek_dev(w->model)));
     rc = warm_device(w, err);
-    if (rc == 0) rc = plan_pool(w, err);
+    if (rc == 0)
+        rc = plan_pool(w, model_peek_weights(w->model)->shape.max_positions, room_for_pages(w),
+                       "free", err);
     if (rc < 0) return rc;
     collect_facts(w);
     if ((rc = net_loop_open(&w->loop, err)) < 0) return rc;
@@ -1000,6 +1005,26 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     return w->role->plan(w, err);
 }
 
+/* --check-config: what start_all() would refuse, as far as it shows without weights, transport and network. Memory in use
+ * now may be that of the worker which this one is to replace: all that the machine has counts as free. */
+static int check_all(struct work *w, struct tow_err *err)
+{
+    struct model_options mo = {.max_rows = w->max_rows};
+    struct kern_kv_layout layout;
+    struct model_shape shape;
+    struct text_config cfg;
+    model_settings_take(&w->set.engine, &mo);
+    int rc = check_files(w, err);
+    if (rc == 0) rc = text_config_load(&cfg, w->set.model_dir, err);
+    if (rc < 0) return rc;
+    model_shape_from_config(&shape, &cfg);
+    if ((rc = model_plan(&layout, &mo, &shape, err)) < 0) return rc;
+    w->layout = &layout;
+    rc = plan_pool(w, shape.max_positions, memory("MemTotal"), "in all", err);
+    w->layout = NULL;
+    return rc;
+}
+
 int work_run(const struct work_role *role, int argc, char **argv)
 {
     struct work *w = calloc(1, sizeof *w);
@@ -1035,8 +1060,7 @@ int work_run(const struct work_role *role, int argc, char **argv)
         stop_all(w);
     } else if (rc == 0) {
         if (what == TOW_OPTS_CHECK) {
-            struct text_config cfg;
-            rc = text_config_load(&cfg, w->set.model_dir, &err);
+            rc = check_all(w, &err);
         }
         status = rc == 0 ? 0 : 1;
         if (rc < 0) tow_error("%s", err.msg);

@@ -107,7 +107,8 @@ int ctl_eval_main(int argc, char **argv)
     e.chunk_tokens = (int32_t)chunk;
     e.greedy = (int32_t)greedy;
     if (rc == 0 && run) {
-        rc = model_weights_guard(&err);
+        rc = ctl_out_check("--out", e.out_path, &err);
+        if (rc == 0) rc = model_weights_guard(&err);
         if (rc == 0) rc = ctl_eval_run(&e, &err);
     }
     if (rc < 0) fprintf(stderr, "towpath-ctl eval: %s\n", err.msg);

@@ -37,6 +37,8 @@ struct way {
 
 struct run {
     const struct ctl_explain *e;
+    bool planning; /* rows are named, nothing is run */
+    int32_t n_planned;
     const struct text_record_choice *choice;
     struct ctl_explain_report *out;
     struct model_options opt;
@@ -262,10 +264,62 @@ static void compare_step(struct run *r, void *ctx, int32_t step, const float *lo
     row->token_is = id;
 }
 
+const struct ctl_explain_kind ctl_explain_kinds[] = {
+    {"again", "the same again", "the replay differs from itself (chance, a race, bad memory)"},
+    {"chunk", "chunks", "chunking changes the answer"},
+    {"batch", "company", "batching changes the answer"},
+    {"handover", "hand-over", "disaggregation changes the answer"},
+    {"prefix", "reused prefix", "prefix reuse changes the answer"},
+    {"resume", "resumption", "resuming a stream elsewhere changes the answer"},
+    {"threads", "threads", "the number of threads changes the answer"},
+    {"index", "types of index keys", NULL},
+    {"kv", "types of keys and entries", NULL},
+    {"topk", "top-k", NULL},
+    {NULL, NULL, NULL}};
+
+const struct ctl_explain_kind *ctl_explain_kind_of(const char *row)
+{
+    const struct ctl_explain_kind *k = ctl_explain_kinds;
+    for (; k->name; k++) {
+        const size_t n = strlen(k->name);
+        if (!strncmp(row, k->name, n) && (row[n] == 0 || row[n] == '.')) break;
+    }
+    tow_assert(k->name != NULL);
+    return k;
+}
+
+/* Is there a row that begins with these n letters, as far as kinds say? */
+static bool begins_kind(const char *p, size_t n)
+{
+    for (const struct ctl_explain_kind *k = ctl_explain_kinds; n > 0 && k->name; k++) {
+        const size_t whole = strlen(k->name);
+        if (!strncmp(k->name, p, n < whole ? n : whole) && (n <= whole || p[whole] == '.'))
+            return true;
+    }
+    return false;
+}
+
+int ctl_explain_check_only(const char *only, struct tow_err *err)
+{
+    for (const char *p = only;; p++) {
+        const size_t n = strcspn(p, ",");
+        if (!begins_kind(p, n)) {
+            char rows[160] = "";
+            for (const struct ctl_explain_kind *k = ctl_explain_kinds; k->name; k++)
+                snprintf(rows + strlen(rows), sizeof rows - strlen(rows), *rows ? ", %s" : "%s",
+                         k->name);
+            return tow_fail(err, TOW_ECONFIG, "--only: no row begins with '%.*s'; rows are: %s",
+                            n < 40 ? (int)n : 40, p, rows);
+        }
+        p += n;
+        if (!*p) return 0;
+    }
+}
+
 /* By --only: a list of names or their beginnings. */
 static bool wanted(const struct run *r, const char *name)
 {
-    if (!r->e->only) return true;
+    if (!r->e->only || r->planning) return true;
     for (const char *p = r->e->only; *p;) {
         const size_t n = strcspn(p, ",");
         if (n > 0 && strncmp(name, p, n) == 0) return true;
@@ -301,13 +355,28 @@ static void skip_row(struct run *r, bool must, const char *meaning, const char *
     va_end(ap);
 }
 
+static uint64_t begin(const struct run *r, const char *name)
+{
+    if (r->e->on_progress) r->e->on_progress(r->e->ctx, r->out->n_rows, r->n_planned, name, -1);
+    return tow_now_ms();
+}
+
+static void end(const struct run *r, const char *name, uint64_t began)
+{
+    if (r->e->on_progress)
+        r->e->on_progress(r->e->ctx, r->out->n_rows, r->n_planned, name,
+                          (double)(tow_now_ms() - began) / 1000);
+}
+
 static int run_row(struct run *r, struct model *m, const struct way *way, bool must,
                    const char *meaning, const char *name, struct tow_err *err)
 {
     struct ctl_explain_row *row = add_row(r, must, meaning, name);
     struct ctl_hand_over over = {0};
-    if (!row) return 0;
+    if (!row || r->planning) return 0;
+    const uint64_t began = begin(r, name);
     int rc = run_way(r, m, way, compare_step, row, &over, err);
+    end(r, name, began);
     if (rc < 0) return tow_note(err, "explain: %s", name), rc;
     if (over.n_stale > 0)
         snprintf(row->note, sizeof row->note,
@@ -337,6 +406,7 @@ static int chunk_rows(struct run *r, const struct way *base, struct tow_err *err
         snprintf(name, sizeof name, "chunk.%d", w.chunk);
         rc = run_row(r, r->m, &w, true, meaning, name, err);
     }
+    if (n == 1) skip_row(r, true, meaning, "chunk", "the prompt has one token");
     return rc;
 }
 
@@ -387,6 +457,7 @@ static int other_model(struct run *r, const struct model_options *opt, const str
 {
     struct model *m = NULL;
     if (!wanted(r, name)) return 0;
+    if (r->planning) return run_row(r, NULL, way, must, meaning, name, err);
     int rc = model_open(&m, r->e->model_dir, opt, err);
     if (rc == 0) rc = run_row(r, m, way, must, meaning, name, err);
     model_close(m);
@@ -409,22 +480,27 @@ static int thread_row(struct run *r, const struct way *base, struct tow_err *err
 
 static int key_rows(struct run *r, const struct way *base, struct tow_err *err)
 {
+    static const char index[] = "the type of index keys", kv[] = "the type of keys and entries";
     char name[24];
     int rc = 0;
-    if (r->opt.exact) return 0; /* keeps f32 for all */
+    if (r->opt.exact) {
+        skip_row(r, false, index, "index", "exact numerics keep f32");
+        skip_row(r, false, kv, "kv", "exact numerics keep f32");
+        return 0;
+    }
     for (int t = KERN_IK_FP4; rc == 0 && t <= KERN_IK_BF16; t++) {
         struct model_options opt = r->opt;
         if (t == (int)opt.ik_fmt) continue;
         opt.ik_fmt = (enum kern_ik_fmt)t;
         snprintf(name, sizeof name, "index.%s", model_ik_names[t]);
-        rc = other_model(r, &opt, base, false, "the type of index keys", name, err);
+        rc = other_model(r, &opt, base, false, index, name, err);
     }
     for (int t = KERN_KV_FP8; rc == 0 && t <= KERN_KV_BF16; t++) {
         struct model_options opt = r->opt;
         if (t == (int)opt.kv_fmt) continue;
         opt.kv_fmt = (enum kern_kv_fmt)t;
         snprintf(name, sizeof name, "kv.%s", model_kv_names[t]);
-        rc = other_model(r, &opt, base, false, "the type of keys and entries", name, err);
+        rc = other_model(r, &opt, base, false, kv, name, err);
     }
     return rc;
 }
@@ -637,10 +713,47 @@ static int32_t topk_of(const struct run *r)
     return asked > (uint32_t)o->max_topk ? o->max_topk : (int32_t)asked;
 }
 
+static int all_rows(struct run *r, const struct way *base, struct tow_err *err)
+{
+    int rc = way_rows(r, base, err);
+    if (rc == 0) rc = thread_row(r, base, err);
+    if (rc == 0) rc = key_rows(r, base, err);
+    if (rc == 0) rc = topk_rows(r, base, err);
+    return rc;
+}
+
+/* Which rows this record has, and whether each name of --only is one's beginning. */
+static int plan(struct run *r, const struct way *base, struct tow_err *err)
+{
+    struct ctl_explain_report *out = r->out;
+    char names[CTL_EXPLAIN_ROWS * 24] = "";
+    r->planning = true;
+    int rc = all_rows(r, base, err);
+    r->planning = false;
+    const int32_t n_rows = out->n_rows;
+    out->n_rows = 0;
+    for (int32_t i = 0; rc == 0 && i < n_rows; i++) {
+        snprintf(names + strlen(names), sizeof names - strlen(names), i ? ", %s" : "%s",
+                 out->rows[i].name);
+        r->n_planned += wanted(r, out->rows[i].name);
+    }
+    for (const char *p = r->e->only; rc == 0 && p; p = strchr(p, ',') ? strchr(p, ',') + 1 : NULL) {
+        const size_t n = strcspn(p, ",");
+        int32_t i = 0;
+        while (i < n_rows && strncmp(out->rows[i].name, p, n) != 0) i++;
+        if (i == n_rows)
+            rc = tow_fail(err, TOW_ECONFIG,
+                          "--only: no row of this record begins with '%.*s'; rows are: %s",
+                          n < 40 ? (int)n : 40, p, names);
+    }
+    return rc;
+}
+
 static int run_all(struct run *r, struct tow_err *err)
 {
     struct ctl_explain_report *out = r->out;
-    int rc = read_choice(r, err);
+    int rc = r->e->only ? ctl_explain_check_only(r->e->only, err) : 0;
+    if (rc == 0) rc = read_choice(r, err);
     if (rc == 0) rc = read_settings(r, err);
     if (rc == 0) rc = model_open(&r->m, r->e->model_dir, &r->opt, err);
     if (rc == 0) rc = check_model(r, err);
@@ -657,12 +770,12 @@ static int run_all(struct run *r, struct tow_err *err)
         return tow_fail(err, TOW_ENOMEM, "explain: no memory for %d rows of logits", r->n_steps);
 
     const struct way base = {.chunk = out->chunk, .topk = out->topk};
+    rc = plan(r, &base, err);
+    if (rc < 0) return rc;
+    const uint64_t began = begin(r, "baseline");
     rc = run_way(r, r->m, &base, keep_step, NULL, NULL, err);
-    if (rc == 0) rc = way_rows(r, &base, err);
-    if (rc == 0) rc = thread_row(r, &base, err);
-    if (rc == 0) rc = key_rows(r, &base, err);
-    if (rc == 0) rc = topk_rows(r, &base, err);
-    return rc;
+    end(r, "baseline", began);
+    return rc < 0 ? rc : all_rows(r, &base, err);
 }
 
 int ctl_explain_run(const struct ctl_explain *e, struct ctl_explain_report *out,

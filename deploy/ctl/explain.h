@@ -22,6 +22,16 @@ struct tow_err;
 
 enum { CTL_EXPLAIN_ROWS = 32, CTL_EXPLAIN_STEPS = 64 };
 
+/* Rows by kind; a row is named as its kind, or KIND.WHICH. The last one has no name. */
+struct ctl_explain_kind {
+    const char *name;
+    const char *what;  /* "hand-over", for a list of what was run */
+    const char *cause; /* what it says of the deployment when it fails; NULL: it cannot fail */
+};
+extern const struct ctl_explain_kind ctl_explain_kinds[];
+/* The kind of a row. */
+const struct ctl_explain_kind *ctl_explain_kind_of(const char *row);
+
 struct ctl_explain {
     const char *model_dir, *device;   /* borrowed; "cpu" or "cuda:N" */
     const struct text_record *record; /* borrowed */
@@ -30,6 +40,8 @@ struct ctl_explain {
     int32_t chunk_tokens; /* 0: as recorded */
     int32_t max_steps;    /* output tokens compared; 0: CTL_EXPLAIN_STEPS */
     const char *only;     /* NULL, or a list of names or beginnings: "chunk,handover" */
+    /* NULL, or told when row i of n begins (seconds below 0) and when it ends. */
+    void (*on_progress)(void *ctx, int32_t i, int32_t n, const char *name, double seconds);
     /* For tests, as in ctl_numerics. */
     const struct kern_ops *(*wrap_ops)(const struct kern_ops *of_device);
     void (*on_page_landed)(void *ctx, uint32_t page, uint8_t *bytes, size_t n);
@@ -64,6 +76,10 @@ struct ctl_explain_report {
     char note[300]; /* what the record lacks or mixes; may be empty */
     double seconds;
 };
+
+/* Each name of the list begins a kind's name, or is one of KIND.WHICH. Needs no model and no record,
+ * which may then lack the row: ctl_explain_run() says so before it computes anything. */
+int ctl_explain_check_only(const char *only, struct tow_err *err);
 
 /* 0 also when rows fail; TOW_E* when the replay could not be made. */
 int ctl_explain_run(const struct ctl_explain *e, struct ctl_explain_report *out,

@@ -12,12 +12,13 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 struct settings {
     struct ctl_explain e;
     const char *record_dir;
     int64_t threads, chunk, steps, choice;
-    bool json, text;
+    bool json, text, verbose;
 };
 
 /* A request id within --record-dir, or a file: what holds a '/' or ends in .json. */
@@ -51,6 +52,17 @@ static void token_text(void *ctx, int32_t id, struct tow_buf *out)
     size_t n = 0;
     const uint8_t *s = text_tokenizer_peek(ctx, id, &n);
     json_put_string(out, s ? (const char *)s : "", n);
+}
+
+/* One line a row: its name when it begins, for a row may take minutes, and its time. */
+static void show_progress(void *ctx, int32_t i, int32_t n, const char *name, double seconds)
+{
+    (void)ctx;
+    if (seconds < 0)
+        fprintf(stderr, "[%d/%d] %s:", i, n, name);
+    else
+        fprintf(stderr, " %.1f s\n", seconds);
+    fflush(stderr);
 }
 
 static int explain(struct settings *s, const char *what, bool *good, struct tow_err *err)
@@ -127,7 +139,13 @@ int ctl_explain_main(int argc, char **argv)
          .type = TOW_OPT_STRING,
          .out = &s.e.only,
          .otherwise = "all rows",
-         .help = "list of rows by name or its beginning: chunk,batch,handover,index,topk"},
+         .help = "list of rows by name or its beginning: again, chunk, batch, handover, prefix, "
+                 "resume, threads, index, kv, topk"},
+        {.name = "verbose",
+         .type = TOW_OPT_BOOL,
+         .out = &s.verbose,
+         .def = "false",
+         .help = "a line on stderr for each row as it runs, also where that is no terminal"},
         {.name = "text",
          .type = TOW_OPT_BOOL,
          .out = &s.text,
@@ -152,7 +170,13 @@ int ctl_explain_main(int argc, char **argv)
     struct tow_err err = {0};
     bool good = true;
     int rc = ctl_flags_read(&opts, &spec, argc, argv, &err);
-    if (rc == CTL_FLAGS_RUN) {
+    const bool run = rc == CTL_FLAGS_RUN;
+    if (rc > 0 && s.e.only) {
+        const int bad = ctl_explain_check_only(s.e.only, &err);
+        if (bad < 0) rc = bad;
+    }
+    if (rc > 0 && run) {
+        if (s.verbose || isatty(STDERR_FILENO)) s.e.on_progress = show_progress;
         s.e.n_threads = (int32_t)s.threads;
         s.e.chunk_tokens = (int32_t)s.chunk;
         s.e.max_steps = (int32_t)s.steps;

@@ -136,21 +136,34 @@ void ctl_explain_table(const struct ctl_explain *e, const struct ctl_explain_rep
 
 /* ------------------------------------------------------------------ verdict */
 
-/* What a failed row says of the deployment. */
-static const char *cause_of(const struct ctl_explain_row *row)
+/* Were rows of the kind run? *note: why one was not, "" when --only left it out. */
+static bool has_run(const struct ctl_explain_report *r, const struct ctl_explain_kind *k,
+                    const char **note)
 {
-    static const struct {
-        const char *name, *cause;
-    } causes[] = {{"again", "the replay differs from itself (chance, a race, bad memory)"},
-                  {"chunk", "chunking changes the answer"},
-                  {"batch", "batching changes the answer"},
-                  {"handover", "disaggregation changes the answer"},
-                  {"prefix", "prefix reuse changes the answer"},
-                  {"resume", "resuming a stream elsewhere changes the answer"},
-                  {"threads", "the number of threads changes the answer"}};
-    for (size_t i = 0; i < sizeof causes / sizeof *causes; i++)
-        if (!strncmp(row->name, causes[i].name, strlen(causes[i].name))) return causes[i].cause;
-    return row->meaning;
+    bool run = false;
+    *note = "";
+    for (int32_t i = 0; i < r->n_rows; i++) {
+        if (ctl_explain_kind_of(r->rows[i].name) != k) continue;
+        run = run || !r->rows[i].skipped;
+        if (r->rows[i].skipped) *note = r->rows[i].note;
+    }
+    if (run) *note = "";
+    return run;
+}
+
+/* Kinds that were run, or those that were not with the reason, as a list between before and after;
+ * nothing when there are none. */
+static void put_kinds(const struct ctl_explain_report *r, bool must, bool run, const char *before,
+                      const char *after, struct tow_buf *out)
+{
+    int n = 0;
+    for (const struct ctl_explain_kind *k = ctl_explain_kinds; k->name; k++) {
+        const char *note;
+        if (must != (k->cause != NULL) || has_run(r, k, &note) != run) continue;
+        tow_buf_printf(out, "%s%s", n++ ? ", " : before, k->what);
+        if (*note) tow_buf_printf(out, " (%s)", note);
+    }
+    if (n) tow_buf_puts(out, after);
 }
 
 static void put_failures(const struct ctl_explain_report *r, struct tow_buf *out)
@@ -159,7 +172,8 @@ static void put_failures(const struct ctl_explain_report *r, struct tow_buf *out
     for (int32_t i = 0; i < r->n_rows; i++) {
         const struct ctl_explain_row *row = &r->rows[i];
         if (!row->must || strcmp(result_of(row), "FAIL") != 0) continue;
-        tow_buf_printf(out, "%s%s (%s: ", first ? "FAIL: " : "; ", cause_of(row), row->name);
+        tow_buf_printf(out, "%s%s (%s: ", first ? "FAIL: " : "; ",
+                       ctl_explain_kind_of(row->name)->cause, row->name);
         if (row->n_differ > 0)
             tow_buf_printf(out, "%" PRId64 " of %" PRId64 " logits differ, from step %d on%s",
                            row->n_differ, row->n_logits, row->first_step,
@@ -205,7 +219,9 @@ static void put_settings(const struct ctl_explain_report *r, ctl_token_text text
     if (n_other)
         tow_buf_puts(out, ".");
     else if (n_run)
-        tow_buf_puts(out, " No other key type or top-k tried here changes a token either.");
+        put_kinds(r, false, true, " No other setting tried here (", ") changes a token either.",
+                  out);
+    put_kinds(r, false, false, " Settings not tried: ", ".", out);
 }
 
 void ctl_explain_verdict(const struct ctl_explain_report *r, ctl_token_text text_of, void *ctx,
@@ -232,21 +248,30 @@ void ctl_explain_verdict(const struct ctl_explain_report *r, ctl_token_text text
                 "anything else.",
                 r->recorded_isa, r->isa);
         else if (!r->n_failed)
-            tow_buf_puts(out, " No way of computing it here gives that, so look at the workers "
-                              "it ran on: towpath-ctl numerics, memory errors, their build.");
+            tow_buf_printf(out,
+                           "%s so look at the workers it ran on: towpath-ctl numerics, memory "
+                           "errors, their build.",
+                           n_must ? " No way of computing it that was tried here gives that,"
+                                  : " No other way of computing it was tried;");
     }
     if (ctl_explain_good(r)) {
         tow_buf_printf(out, "The answer is the model's own: one process draws the same %d token%s",
                        r->n_steps, r->n_steps == 1 ? "" : "s");
-        if (n_must)
-            tow_buf_printf(
-                out,
-                ", and none of %d other ways to compute them (chunks, company, hand-over, "
-                "reused prefix, resumption, threads) changes one bit of %" PRId64
-                " logits. Disaggregation is ruled out",
-                n_must, n_logits);
+        if (n_must) {
+            char before[80] = ", and another way to compute them (";
+            if (n_must > 1)
+                snprintf(before, sizeof before, ", and none of %d other ways to compute them (",
+                         n_must);
+            put_kinds(r, true, true, before, ")", out);
+            tow_buf_printf(out, " changes %s bit of %" PRId64 " logits",
+                           n_must > 1 ? "one" : "not one", n_logits);
+        }
         tow_buf_puts(out, ".");
+        const char *note;
+        if (has_run(r, ctl_explain_kind_of("handover"), &note))
+            tow_buf_puts(out, " Disaggregation is ruled out.");
     }
+    put_kinds(r, true, false, " Not run, so not ruled out: ", ".", out);
     put_settings(r, text_of, ctx, out);
     tow_buf_putc(out, '\n');
 }

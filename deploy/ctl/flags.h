@@ -1,7 +1,7 @@
 /* ctl/flags.h - how every subcommand reads its settings.
  *
  * Why      This program has a table for each subcommand, and all of them answer --help and
- *          --check-config alike.
+ *          --check-config alike. Files that they write are tried before the work, not after it.
  */
 #ifndef CTL_FLAGS_H
 #define CTL_FLAGS_H
@@ -29,5 +29,9 @@ enum {
  * frees *out with tow_opts_free() after every outcome. */
 int ctl_flags_read(struct tow_opts **out, const struct tow_opts_spec *spec, int argc, char **argv,
                    struct tow_err *err);
+
+/* Can a file be written there? Asked before the work whose result goes there. Nothing that is there
+ * changes, and nothing is left behind. path NULL is fine. TOW_EIO names flag and path. */
+int ctl_out_check(const char *flag, const char *path, struct tow_err *err);
 
 #endif

@@ -235,6 +235,9 @@ static int check_settings(struct sweep *s, struct tow_err *err)
                                           : "--keys %s: a served model keeps its own; --in-process "
                                             "sets them, --shadow ranks by others",
                             ctl_keys_names[g->keys[i]]);
+    if (s->cell_text && (s->out_path || s->svg_path))
+        return tow_fail(err, TOW_ECONFIG, "%s: --cell prints its one result and keeps nothing",
+                        s->out_path ? "--out" : "--svg");
     if (s->resume && !s->out_path) return tow_fail(err, TOW_ECONFIG, "--resume needs --out FILE");
     if (s->shadow && s->capture == CAPTURE_OFF)
         return tow_fail(err, TOW_ECONFIG, "--shadow needs captures, and --capture is off");
@@ -493,12 +496,11 @@ static int show_cell(struct sweep *s, bool *all_found, struct tow_err *err)
 
 static int run(struct sweep *s, bool *all_found, struct tow_err *err)
 {
-    if (s->in_process) {
-        int rc = model_weights_guard(err);
-        if (rc < 0) return rc;
-    }
+    int rc = ctl_out_check("--svg", s->svg_path, err);
+    if (rc == 0 && s->in_process) rc = model_weights_guard(err);
+    if (rc < 0) return rc;
     if (s->cell_text) return show_cell(s, all_found, err);
-    int rc = ctl_results_open(&s->results, s->out_path, s->resume, err);
+    rc = ctl_results_open(&s->results, s->out_path, s->resume, err);
     if (rc == 0) rc = run_all(s, err);
     if (rc == 0) rc = report(s, err);
     const size_t n = ctl_grid_size(&s->grid);

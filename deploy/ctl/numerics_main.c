@@ -100,7 +100,8 @@ int ctl_numerics_main(int argc, char **argv)
     if (rc == CTL_FLAGS_RUN) {
         n.n_threads = (int32_t)threads;
         n.n_tokens = (int32_t)tokens;
-        rc = run(&n, json, report, &failed, &err);
+        rc = ctl_out_check("--report", report, &err);
+        if (rc == 0) rc = run(&n, json, report, &failed, &err);
     }
     if (rc < 0) fprintf(stderr, "towpath-ctl numerics: %s\n", err.msg);
     tow_opts_free(opts);

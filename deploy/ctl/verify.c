@@ -261,7 +261,7 @@ static void put_ranks_line(struct tow_buf *out, const struct ctl_ranks *r)
 
 void ctl_verify_print(const struct ctl_check *checks, size_t n, struct tow_buf *out)
 {
-    size_t count_of[CTL_PASSED + 1] = {0};
+    size_t count_of[CTL_PASSED + 1] = {0}, no_capture = 0;
     for (size_t i = 0; i < n; i++) {
         const struct ctl_check *c = &checks[i];
         const struct ctl_answer *a = &c->answer;
@@ -274,6 +274,7 @@ void ctl_verify_print(const struct ctl_check *checks, size_t n, struct tow_buf *
             continue;
         }
         const bool pass = c->state == CTL_PASSED;
+        no_capture += c->note[0] != 0;
         tow_buf_printf(out,
                        "%s  %-10s %6lld prompt tokens, %s, %d request%s: ", pass ? "PASS" : "FAIL",
                        names[c->id], (long long)a->prompt_tokens, a->finish, c->turns,
@@ -292,6 +293,7 @@ void ctl_verify_print(const struct ctl_check *checks, size_t n, struct tow_buf *
     if (count_of[CTL_NOT_MADE])
         tow_buf_printf(out, ", %zu could not be made, %zu not run", count_of[CTL_NOT_MADE],
                        count_of[CTL_NOT_RUN]);
+    if (no_capture) tow_buf_printf(out, "; of %zu no capture could be made", no_capture);
     tow_buf_putc(out, '\n');
 }
 
@@ -476,6 +478,11 @@ int ctl_verify_main(int argc, char **argv)
     bool passed = true;
     if (rc > 0) {
         rc = ctl_shadow_parse(v.shadow_list, &v.shadow, &err);
+        if (rc == 0 && v.shadow && !v.capture)
+            rc = tow_fail(&err, TOW_ECONFIG,
+                          "--shadow %s: ranks are those of a capture; give "
+                          "--capture too",
+                          v.shadow_list);
         if (rc == 0) rc = ctl_client_open(&v.client, &err);
         if (rc == 0 && go) {
             ctl_hay_init(&v.hay, CTL_FILL_MIXED, (uint64_t)v.seed, (struct ctl_hard){0});

@@ -16,11 +16,6 @@ static __device__ __forceinline__ uint32_t dev_e4m3x2_bf16(uint32_t codes, int h
     const uint32_t y = (x & 0x80008000u) | ((x >> 4) & 0x07f007f0u);
     return dev_mul_bf16x2(y, dev_twice(0x7b80)); /* 2^120 */
 }
-/* Not 0 if one of four e4m3 codes is NaN. */
-static __device__ __forceinline__ uint32_t dev_e4m3x4_nan(uint32_t codes)
-{
-    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
-}
 /* Sixteen e4m3 codes to their values. */
 static __device__ __forceinline__ void dev_e4m3x16_bf16(const uint4 &codes, uint4 *lo, uint4 *hi)
 {

@@ -52,6 +52,12 @@ static __device__ __forceinline__ uint32_t dev_twice(uint32_t bf16)
     return bf16 | bf16 << 16;
 }
 
+/* Not 0 if one of four e4m3 codes is NaN. */
+static __device__ __forceinline__ uint32_t dev_e4m3x4_nan(uint32_t codes)
+{
+    return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
+}
+
 /* A placed word of fp8: p[0] = elements k, k+1, p[1] = k+2, k+3. */
 static __device__ __forceinline__ void dev_e4m3x4(uint32_t v, uint32_t p[2])
 {

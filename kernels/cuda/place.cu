@@ -6,11 +6,6 @@
 
 enum { THREADS = 256, BLOCKS = 4096 };
 
-static __device__ bool has_nan(uint32_t v)
-{
-    return (((v & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) != 0;
-}
-
 static __device__ uint32_t swap_middle(uint32_t v)
 {
     return __byte_perm(v, 0, 0x3120);
@@ -36,7 +31,7 @@ static __global__ void words_kernel(bool fp8, int64_t n_words, int64_t row_words
     for (int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x; i < n_words;
          i += (int64_t)gridDim.x * THREADS) {
         const uint32_t v = data[i];
-        if (fp8 && has_nan(v)) nan_rows[i / row_words] = 1;
+        if (fp8 && dev_e4m3x4_nan(v)) nan_rows[i / row_words] = 1;
         data[i] = fp8 ? swap_middle(v) : spread_nibbles(v);
     }
 }

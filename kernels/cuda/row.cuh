@@ -41,7 +41,7 @@ static __device__ __forceinline__ uint4 dev_pack8(const float f[8])
     return make_uint4(dev_pack2(f[0], f[1]), dev_pack2(f[2], f[3]), dev_pack2(f[4], f[5]),
                       dev_pack2(f[6], f[7]));
 }
-static __device__ __forceinline__ bool dev_aligned16(const void *p)
+static __host__ __device__ __forceinline__ bool cuda_aligned16(const void *p)
 {
     return ((uintptr_t)p & 15) == 0;
 }
@@ -51,7 +51,7 @@ static __device__ __forceinline__ void dev_row_load(const void *x, enum kern_dty
                                                     float *row, int me)
 {
     int32_t i = 0;
-    if (t == KERN_BF16 && dev_aligned16(x)) {
+    if (t == KERN_BF16 && cuda_aligned16(x)) {
         const int32_t whole = n & ~7;
         for (i = 8 * me; i < whole; i += 8 * N) {
             float f[8];
@@ -70,7 +70,7 @@ static __device__ __forceinline__ void dev_row_store(void *y, enum kern_dtype t,
                                                      const float *row, int me)
 {
     int32_t i = 0;
-    if (t == KERN_BF16 && dev_aligned16(y)) {
+    if (t == KERN_BF16 && cuda_aligned16(y)) {
         const int32_t whole = n & ~7;
         for (i = 8 * me; i < whole; i += 8 * N) {
             const float4 a = *(const float4 *)(row + i), b = *(const float4 *)(row + i + 4);

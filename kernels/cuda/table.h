@@ -6,7 +6,8 @@
 
 extern const struct kern_ops kern_cuda;
 
-/* Products of many rows with fp8 weights by wgmma, where there is. tests/gpu/gemm_test compares the bits. */
+/* Products of many rows with fp8 weights by wgmma, where there is: on. Only gemm_test and bench_gemm turn
+ * it off, to compare bits and times. */
 extern int cuda_wide_products;
 /* Products of many pairs with 4-bit experts, likewise. tests/gpu/moe_test compares the bits. */
 extern int cuda_wide_experts;

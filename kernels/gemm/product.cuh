@@ -1,4 +1,4 @@
-/* kernels/gemm/product.cuh - what both products of bf16 rows with placed weights share: the arguments,
+/* kernels/gemm/product.cuh - what the three products of bf16 rows with placed weights share: the arguments,
  * and 16 weight rows x 64 k as operands of the matrix unit.
  *
  * Numerics One order for all: k in blocks of 128; in a block eight instructions of 16 k, ascending (slots
@@ -15,9 +15,9 @@
 #include "kernels/cuda/mma.cuh"
 
 struct cuda_product {
-    const uint16_t
-        *x; /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart; unless own, all
-                        * 16-byte aligned and with Kx elements to be read */
+    /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart; unless own, all 16-byte aligned and
+     * with Kx elements to be read. */
+    const uint16_t *x;
     int64_t ld_x, x_group;
     const uint8_t *w; /* placed [groups * N, K] */
     const uint8_t *scale, *nan_rows;
@@ -34,8 +34,8 @@ struct cuda_product {
 };
 
 enum {
-    CUDA_OWN_ELEMENTS =
-        4 << 10 /* of an x that each block of threads quantizes: one warp has 4 spans */
+    /* Of an x that each block of threads quantizes: one warp has 4 spans. */
+    CUDA_OWN_ELEMENTS = 4 << 10
 };
 /* Is this product faster as few, whose rows go by 8 to 32 at a time? */
 bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);

@@ -37,11 +37,6 @@ enum {
     FINISH_THREADS = 256
 };
 
-static bool aligned16(const void *p)
-{
-    return ((uintptr_t)p & 15) == 0;
-}
-
 /* ------------------------------------------------------------------ mixes on the matrix unit */
 
 struct mix {
@@ -541,8 +536,9 @@ extern "C" int kern_hc_collapse_cuda(struct kern_stream *s, const struct kern_hc
     const int64_t K = (int64_t)p->hc * p->D;
     /* The finish kernel's sums of slices fit where shared memory always is. */
     const bool fast = p->act == KERN_BF16 && p->hc == STREAMS && p->D % VEC == 0 &&
-                      K % SLICE_K == 0 && K / SLICE_K <= 256 && aligned16(p->h) &&
-                      aligned16(p->x) && aligned16(p->fn.data) && p->fn.row_bytes % 16 == 0;
+                      K % SLICE_K == 0 && K / SLICE_K <= 256 && cuda_aligned16(p->h) &&
+                      cuda_aligned16(p->x) && cuda_aligned16(p->fn.data) &&
+                      p->fn.row_bytes % 16 == 0;
     if (fast) return collapse_fast(s, p);
     collapse_any<<<(unsigned)p->T, ANY_THREADS, 0, s->cu>>>(*p);
     return cuda_done(s, "hc_collapse");
@@ -612,8 +608,8 @@ extern "C" int kern_hc_expand_cuda(struct kern_stream *s, const struct kern_hc_e
 {
     if (p->T == 0) return 0;
     const bool fast = p->act == KERN_BF16 && p->hc == STREAMS && p->D % VEC == 0 &&
-                      aligned16(p->y) && aligned16(p->h) && aligned16(p->out) &&
-                      aligned16(p->post) && aligned16(p->comb);
+                      cuda_aligned16(p->y) && cuda_aligned16(p->h) && cuda_aligned16(p->out) &&
+                      cuda_aligned16(p->post) && cuda_aligned16(p->comb);
     if (fast)
         expand_kernel<<<dim3((unsigned)p->T, (unsigned)cuda_ceil(p->D, VEC * 256)), 256, 0,
                         s->cu>>>(*p);
@@ -651,8 +647,8 @@ static __global__ void mtp_mix_any(struct kern_mtp_mix p)
 extern "C" int kern_mtp_mix_cuda(struct kern_stream *s, const struct kern_mtp_mix *p)
 {
     if (p->T == 0) return 0;
-    const bool fast = p->act == KERN_BF16 && p->D % VEC == 0 && aligned16(p->e) &&
-                      aligned16(p->g) && aligned16(p->out);
+    const bool fast = p->act == KERN_BF16 && p->D % VEC == 0 && cuda_aligned16(p->e) &&
+                      cuda_aligned16(p->g) && cuda_aligned16(p->out);
     const int64_t n = fast ? (int64_t)p->T * (p->D / VEC) : (int64_t)p->T * p->hc * p->D;
     if (fast)
         mtp_mix_kernel<<<(unsigned)cuda_ceil(n, 256), 256, 0, s->cu>>>(*p);

@@ -135,7 +135,8 @@ static __device__ void finish(const struct compress &a, const struct cuda_seq &q
 template <int V> struct lanes {
     float f[V];
 };
-template <int V> static __device__ __forceinline__ struct lanes<V> load(const float *p) {
+template <int V> static __device__ __forceinline__ lanes<V> load(const float *p)
+{
     struct lanes<V> r;
     if (V == 4) {
         const float4 v = *(const float4 *)p;
@@ -144,7 +145,8 @@ template <int V> static __device__ __forceinline__ struct lanes<V> load(const fl
         r.f[0] = *p;
     }
     return r;
-} template <int V> static __device__ __forceinline__ void store(float *p, const struct lanes<V> &v)
+}
+template <int V> static __device__ __forceinline__ void store(float *p, const struct lanes<V> &v)
 {
     if (V == 4)
         *(float4 *)p = make_float4(v.f[0], v.f[V / 4], v.f[V / 2], v.f[V - 1]);
@@ -164,8 +166,9 @@ static __device__ __forceinline__ float *state_of(const struct compress &a,
 
 /* Channels c .. of the token at pos: of its first half (half 0) or second (half e). */
 template <int V>
-static __device__ __forceinline__ struct token<V>
-token_at(const struct compress &a, const struct cuda_seq &q, int64_t pos, int32_t half, int32_t c) {
+static __device__ __forceinline__ token<V>
+token_at(const struct compress &a, const struct cuda_seq &q, int64_t pos, int32_t half, int32_t c)
+{
     const int32_t e = a.e, r = (int32_t)(pos & 3);
     const float *state = state_of(a, q);
     struct token<V> x;

@@ -110,18 +110,13 @@ static __global__ void __launch_bounds__(NORM_MAX_THREADS) rmsnorm_kernel(struct
     }
 }
 
-static bool aligned16(const void *p)
-{
-    return ((uintptr_t)p & 15) == 0;
-}
-
 extern "C" int kern_rmsnorm_cuda(struct kern_stream *s, const struct kern_rmsnorm *p)
 {
     if (p->T == 0) return 0;
     int64_t threads = cuda_ceil(cuda_ceil(p->D, VEC * KEPT), 32) * 32;
     if (threads > NORM_MAX_THREADS) threads = NORM_MAX_THREADS;
     const bool wide = p->D % VEC == 0 && p->ld_x % VEC == 0 && p->ld_y % VEC == 0 &&
-                      aligned16(p->x) && aligned16(p->y) && aligned16(p->w.data);
+                      cuda_aligned16(p->x) && cuda_aligned16(p->y) && cuda_aligned16(p->w.data);
     if (wide)
         rmsnorm_kernel<true><<<(unsigned)p->T, (unsigned)threads, 0, s->cu>>>(*p);
     else
@@ -303,7 +298,7 @@ extern "C" int kern_heads_rope_cuda(struct kern_stream *s, const struct kern_hea
     if (p->T == 0) return 0;
     const int64_t n = (int64_t)p->T * p->H;
     const bool wide = p->act == KERN_BF16 && p->d % VEC == 0 && p->rd % VEC == 0 &&
-                      aligned16(p->q) && aligned16(p->cos) && aligned16(p->sin);
+                      cuda_aligned16(p->q) && cuda_aligned16(p->cos) && cuda_aligned16(p->sin);
     if (wide && !p->norm) {
         if (p->rd == 0) return 0;
         const int64_t blocks = cuda_ceil(n * (p->rd / VEC), 256);

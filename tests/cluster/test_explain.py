@@ -70,7 +70,7 @@ def is_good(cluster, request_id, *flags, rows=MUST):
         assert r["result"] in ("PASS", "not run") and r["differ"] == 0, r
     ran = {r["name"].split(".")[0] for r in must if r["result"] == "PASS"}
     assert ran == set(rows), ran
-    assert "ruled out" in report["verdict"], report["verdict"]
+    assert ("Disaggregation is ruled out" in report["verdict"]) == ("handover" in ran), report["verdict"]
     return report
 
 
@@ -105,6 +105,21 @@ def test_an_answer_is_the_models_own(build):
         rec = record_of(c, both["id"])
         assert status == 200 and len(rec["choices"]) == 2 and len(rec["prompts"]) == 1
         is_good(c, both["id"], "--choice", "1", "--only", "again,handover", rows=["again", "handover"])
+
+        # A name that is no row's runs nothing, and the verdict is of what ran.
+        for only, word in (("bogus", "no row begins with 'bogus'; rows are: again, chunk, "), ("chunk,handovr", "'handovr'"),
+                           ("chunk.8", "no row of this record begins with 'chunk.8'; rows are: again, chunk.")):
+            status, none, err = explain(c, rec["id"], "--record-dir", folder_of(c), "--only", only)
+            assert status == 2 and none is None and word in err, (only, status, err)
+        report = is_good(c, rec["id"], "--only", "batch,topk", rows=["batch"])
+        assert "(company) changes not one bit" in report["verdict"], report["verdict"]
+        assert "not ruled out: the same again, chunks, hand-over, " in report["verdict"], report["verdict"]
+
+        # Silent where nobody looks, unless asked to say what it does.
+        for flags, said in (((), 0), (("--verbose",), 2)):
+            status, _, err = explain(c, rec["id"], "--record-dir", folder_of(c), "--only", "again", *flags)
+            assert status == 0 and err.count(" s\n") == said, (flags, err)
+            assert ("[0/1] baseline: " in err and "[1/1] again: " in err) == (said == 2), err
 
         # What the client sent is not in any file, nor is its key.
         c.request("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "zebra-crossing"}], "max_tokens": 2},

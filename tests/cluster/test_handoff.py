@@ -192,8 +192,12 @@ def test_ports(build):
 
 
 def test_bad_settings(build):
-    """A value that cannot be right stops the program with a line naming the flag and the right range."""
+    """A value that cannot be right stops the program with a line naming the flag and the right range. --check-config
+    says the same line, unless only the network shows it."""
     with Cluster(build, start=False) as c:
+        open_dir = os.path.join(c.dir, "open")
+        os.mkdir(open_dir)
+        os.chmod(open_dir, 0o777)
         for program, flags, parts in (("router", ["--max-queued", "0"], ["max-queued", "1"]),
                                       ("router", ["--queue-timeout", "nan"], ["queue-timeout"]),
                                       ("router", ["--http", "127.0.0.1:99999"], ["http"]),
@@ -213,12 +217,38 @@ def test_bad_settings(build):
                                       ("decode", ["--context-length", "100000000"], ["context-length"]),
                                       ("decode", ["--model", "/nowhere"], ["/nowhere"]),
                                       ("decode", ["--no-such-flag"], ["no-such-flag"]),
-                                      ("decode", ["--name", "a b"], ["name"])):
-            p = harness.Process(c, program, "bad", ["--model", MODEL] + flags)
+                                      ("decode", ["--name", "a b"], ["name"]),
+                                      ("decode", ["--kv-pages", "2", "--context-length", "65536"],
+                                       ["--context-length 65536: ", "2 pages of 256 tokens hold 512"]),
+                                      ("prefill", ["--kv-pages", "2000000000"], ["--kv-pages", "MiB"]),
+                                      ("decode", ["--index-keys", "f32"], ["--index-keys f32", "exact"]),
+                                      ("router", ["--api-key-file", "/nowhere"], ["--api-key-file /nowhere"]),
+                                      ("router", ["--api-key-file", "/dev/null"], ["--api-key-file /dev/null"]),
+                                      ("router", ["--record-dir", open_dir], ["--record-dir " + open_dir, "0700"]),
+                                      ("router", ["--record-dir", "/dev/null"], ["--record-dir /dev/null"]),
+                                      ("router", ["--record-dir", "/nowhere/r"], ["--record-dir /nowhere/r"])):
+            said = set()
+            for check in ([], ["--check-config"]) if "cannot listen" not in parts else ([],):
+                p = harness.Process(c, program, "bad", ["--model", MODEL] + flags + check)
+                c.others = [p]
+                p.start()
+                assert p.wait(15) != 0 and all(x in p.log() for x in parts), (flags, check, p.log())
+                lines = p.log().strip().split("\n")
+                assert len(lines) <= 3, p.log()
+                said.add(re.sub(r", of \d+ MiB .*", "", lines[-1].split(" ", 1)[1]))  # free, or in all
+            assert len(said) == 1, said
+        # what is right passes, and leaves nothing behind
+        keys, records = os.path.join(c.dir, "keys"), os.path.join(c.dir, "records")
+        with open(keys, "w") as f:
+            f.write("a-key\n")
+        for program, flags in (("router", ["--api-key-file", keys, "--record-dir", records]),
+                               ("decode", ["--kv-pages", "2", "--context-length", "512"]),
+                               ("prefill", ["--numerics", "exact"])):
+            p = harness.Process(c, program, "good", ["--model", MODEL, "--check-config"] + flags)
             c.others = [p]
             p.start()
-            assert p.wait(15) != 0 and all(x in p.log() for x in parts), (flags, p.log())
-            assert len(p.log().strip().split("\n")) <= 3, p.log()
+            assert p.wait(15) == 0, p.log()
+        assert not os.path.exists(records)
 
 
 if __name__ == "__main__":

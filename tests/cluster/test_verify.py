@@ -201,12 +201,39 @@ def test_server_without_captures(build):
         return knows(body)
     with stub(answer) as (server, url):
         r = ctl(build, "verify", *url, "--length", "500", "--capture")
-        assert r.returncode == 0 and r.stdout.count("no capture: ") == 3, r
+        assert r.returncode == 0 and r.stdout.count("no capture: ") == 3, r  # the checks passed; that is what was asked
+        assert r.stdout.endswith("3 of 3 checks passed; of 3 no capture could be made\n"), r
+        sent = len(server.seen)
+        r = ctl(build, "verify", *url, "--shadow", "fp8")
+        assert r.returncode == 2 and "--shadow fp8" in r.stderr and "--capture" in r.stderr and len(server.seen) == sent, r
         grid = ["--lengths", "200", "--depths", "0,50", "--fillers", "prose"]
         r = ctl(build, "needle", *url, *grid)
         assert r.returncode == 0 and r.stderr.count("no ranks: ") == 1 and "rank 1" not in r.stdout, r
         r = ctl(build, "needle", *url, *grid, "--capture", "on")
         assert r.returncode == 2 and "not enabled" in r.stderr, r
+
+
+def test_a_file_that_cannot_be_written_is_known_before_the_work(build):
+    """Nothing is computed or asked for a report that has nowhere to go, and what is there is kept until there is another."""
+    with stub(knows) as (server, url), tempfile.TemporaryDirectory() as d:
+        nowhere = d + "/no/such"
+        for flag, status, command in (("--svg", 2, ["needle", *url]), ("--out", 2, ["needle", *url]), ("--out", 2, ["needle", *url, "--resume"]),
+                                      ("--report", 2, ["numerics", "--model", MODEL]),
+                                      ("--out", 2, ["eval", "--model", MODEL, "--tokens", d + "/none"])):
+            r = ctl(build, *command, flag, nowhere)
+            assert r.returncode == status and "%s %s: No such file or directory" % (flag, nowhere) in r.stderr, r
+            assert r.stdout == "" and r.stderr.count("\n") == 1 and not server.seen and os.listdir(d) == [], r
+        with open(d + "/old.svg", "w") as f:
+            f.write("old")
+        for flag in ("--svg", "--out"):
+            r = ctl(build, "needle", *url, "--cell", "200,50,prose,0,own,default", flag, d + "/old.svg")
+            assert r.returncode == 2 and flag in r.stderr and "--cell" in r.stderr and not server.seen, r
+    with stub(lambda b: (500, {"error": {"message": "broken"}}, {})) as (server, url), tempfile.TemporaryDirectory() as d:
+        with open(d + "/old.svg", "w") as f:
+            f.write("old")
+        r = ctl(build, "needle", *url, "--lengths", "200", "--svg", d + "/old.svg")
+        with open(d + "/old.svg") as f:
+            assert r.returncode == 2 and f.read() == "old", r
 
 
 def test_full_server_is_asked_again(build):
@@ -224,4 +251,5 @@ def test_full_server_is_asked_again(build):
 
 if __name__ == "__main__":
     harness.main([test_exit_statuses, test_checks_before_one_that_cannot_be_made_are_reported, test_needle_counts_what_is_found, test_server_without_captures,
+                  test_a_file_that_cannot_be_written_is_known_before_the_work,
                   test_full_server_is_asked_again, test_verify_and_sweep_a_cluster], __doc__)

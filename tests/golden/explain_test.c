@@ -70,7 +70,7 @@ static int make_record(void **state)
     struct ctl_explain_report r;
     (void)state;
     for (int32_t i = 0; i < N_PROMPT; i++) prompt[i] = (i * 37 + i / 7 * 11) % VOCAB;
-    e.only = "none";
+    e.only = "again";
     for (int32_t i = 0; i < N_OUTPUT; i++) {
         choice.output.n = (uint32_t)i + 1;
         run(&e, &r);
@@ -188,7 +188,13 @@ static void test_explain__without_a_fault_every_way_is_identical(void **state)
     assert_int_equal(json_parse(&root, text.data, text.len, NULL, NULL), 0);
     json_free(root);
     assert_non_null(strstr(text.data, "\"good\": true"));
+    assert_non_null(strstr(text.data,
+                           "none of 10 other ways to compute them (the same again, chunks, "
+                           "company, hand-over, reused prefix, resumption, threads) "
+                           "changes one bit of "));
     assert_non_null(strstr(text.data, "Disaggregation is ruled out"));
+    assert_null(strstr(text.data, "Not run"));
+    assert_null(strstr(text.data, "not tried"));
     tow_buf_fini(&text);
 }
 
@@ -206,6 +212,89 @@ static void test_explain__through_a_mirror_every_way_is_identical(void **state)
     assert_true(row_of(&r, "threads")->skipped);
     assert_true(row_of(&r, "handover")->n_logits > 0);
     assert_true(ctl_explain_good(&r));
+}
+
+static void verdict_of(const char *only, struct tow_buf *text)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    e.only = only;
+    run(&e, &r);
+    tow_buf_init(text, 0);
+    ctl_explain_verdict(&r, NULL, NULL, text);
+}
+
+static void test_explain__the_verdict_claims_only_what_was_run(void **state)
+{
+    struct tow_buf text;
+    const uint32_t n_prompt = prompts[0].n;
+    (void)state;
+    verdict_of("chunk.64", &text);
+    assert_string_equal(
+        text.data,
+        "The answer is the model's own: one process draws the same 6 tokens, and another way to "
+        "compute them (chunks) changes not one bit of 3072 logits. Not run, so not ruled out: the "
+        "same again, company, hand-over, reused prefix, resumption, threads. Settings not tried: "
+        "types of index keys, types of keys and entries, top-k.\n");
+    tow_buf_fini(&text);
+    verdict_of("again,hand", &text);
+    assert_non_null(strstr(text.data,
+                           "none of 2 other ways to compute them (the same again, "
+                           "hand-over) changes one bit of 6144 logits. Disaggregation is "
+                           "ruled out. Not run, so not ruled out: chunks, company, "));
+    tow_buf_fini(&text);
+    /* No page is full and every entry is selected: two rows that cannot be run. */
+    prompts[0].n = 20;
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    int32_t kept[N_OUTPUT];
+    memcpy(kept, output, sizeof kept);
+    e.only = "prefix,topk";
+    for (int i = 0; i <= N_OUTPUT; i++) { /* what the checkpoint draws after that prompt */
+        run(&e, &r);
+        if (r.drawn_step >= 0) output[r.drawn_step] = r.drawn;
+    }
+    verdict_of("prefix,topk", &text);
+    assert_non_null(strstr(text.data, "draws the same 6 tokens. Not run, so not ruled out: "));
+    assert_non_null(strstr(text.data, "reused prefix (the prompt fills no page of "));
+    assert_non_null(strstr(text.data, "top-k (all 6 entries are selected already)"));
+    assert_null(strstr(text.data, "changes a token either"));
+    assert_null(strstr(text.data, "ruled out."));
+    tow_buf_fini(&text);
+    memcpy(output, kept, sizeof kept);
+    prompts[0].n = n_prompt;
+}
+
+static void test_explain__only_takes_beginnings_of_rows_there_are(void **state)
+{
+    static const struct {
+        const char *only, *msg;
+    } wrong[] = {
+        {"bogus", "--only: no row begins with 'bogus'; rows are: again, chunk, batch, handover, "
+                  "prefix, resume, threads, index, kv, topk"},
+        {"chunk,handovr", "no row begins with 'handovr'"},
+        {"chunks", "no row begins with 'chunks'"},
+        {"", "no row begins with ''"},
+        {"chunk,", "no row begins with ''"},
+        {"chunk.9", "no row of this record begins with 'chunk.9'; rows are: again, chunk.7, "
+                    "chunk.64, chunk.256, chunk.512, batch, handover, prefix, resume.3, threads.1, "
+                    "index.fp8, "},
+        {"index.fp4", "no row of this record begins with 'index.fp4'"},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        struct ctl_explain e = settings();
+        struct ctl_explain_report r;
+        struct tow_err err = {0};
+        e.only = wrong[i].only;
+        assert_int_equal(ctl_explain_run(&e, &r, &err), TOW_ECONFIG);
+        if (!strstr(err.msg, wrong[i].msg)) fail_msg("'%s' lacks '%s'", err.msg, wrong[i].msg);
+    }
+    static const char *const right[] = {"again", "c", "chunk.7", "topk.32,ha", "resume.3"};
+    for (size_t i = 0; i < sizeof right / sizeof *right; i++) {
+        struct tow_err err = {0};
+        assert_int_equal(ctl_explain_check_only(right[i], &err), 0);
+    }
 }
 
 static void test_explain__a_planted_fault_fails_exactly_the_rows_that_fit_it(void **state)
@@ -343,6 +432,8 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_explain__without_a_fault_every_way_is_identical),
         cmocka_unit_test(test_explain__through_a_mirror_every_way_is_identical),
+        cmocka_unit_test(test_explain__the_verdict_claims_only_what_was_run),
+        cmocka_unit_test(test_explain__only_takes_beginnings_of_rows_there_are),
         cmocka_unit_test(test_explain__a_planted_fault_fails_exactly_the_rows_that_fit_it),
         cmocka_unit_test(test_explain__a_stale_page_after_the_hand_over_is_found),
         cmocka_unit_test(test_explain__a_token_that_is_not_the_models_is_found),

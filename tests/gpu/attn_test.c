@@ -214,7 +214,7 @@ static void select_lengths(enum kern_ik_fmt ik)
     chosen_free(&a), chosen_free(&b);
     world_close(&w);
 }
-static void test_index_select__lengths(void **state)
+static void test_index_select__any_length_keeps_what_a_sort_keeps(void **state)
 {
     (void)state;
     select_lengths(KERN_IK_FP4);
@@ -254,7 +254,7 @@ static void test_index_select__a_row_alone_gives_the_same_bits(void **state)
 
 /* --- ranks: of every kind of score, against a plain count */
 
-static void test_index_rank__odd_scores(void **state)
+static void test_index_rank__odd_scores_have_the_ranks_of_a_count(void **state)
 {
     enum { N = 5000, E = 40 };
     static float s[N];
@@ -407,7 +407,7 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
     free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(want), free(alone);
     world_close(&w);
 }
-static void test_attention__lengths(void **state)
+static void test_attention__any_length_is_near_the_cpu(void **state)
 {
     (void)state;
     attention_rows(KERN_KV_FP8, C4);
@@ -425,10 +425,10 @@ int main(int argc, char **argv)
     if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_index_select__lengths),
+        cmocka_unit_test(test_index_select__any_length_keeps_what_a_sort_keeps),
         cmocka_unit_test(test_index_select__a_row_alone_gives_the_same_bits),
-        cmocka_unit_test(test_index_rank__odd_scores),
-        cmocka_unit_test(test_attention__lengths),
+        cmocka_unit_test(test_index_rank__odd_scores_have_the_ranks_of_a_count),
+        cmocka_unit_test(test_attention__any_length_is_near_the_cpu),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("gpu/attn", tests, NULL, NULL);

@@ -135,7 +135,7 @@ static void test_capture__defaults_are_those_of_the_contract(void **state)
     rtr_ask_free(a);
     a = ask("[5, 6, 7, 8]",
             "{\"spans\": [[0, 4]], \"steps\": \"all\", \"max_steps\": 4096, \"layers\": [4, 2, 4], "
-            "\"shadow\": [\"fp4\", \"bf16\"], \"lists\": true, \"expect\": \"é\", \"other\": 1}");
+            "\"shadow\": [\"fp4\", \"bf16\"], \"lists\": true, \"expect\": \"é\"}");
     c = unpacked(a);
     assert_int_equal(c.steps, WIRE_CAPTURE_ALL);
     assert_int_equal(c.max_steps, 4096);
@@ -217,6 +217,13 @@ static void test_capture__wrong_fields_are_named(void **state)
     refused(five, "{\"spans\": {}}", spans, "not empty, is missing");
     refused(five, "{\"spans\": [[0, 1]], \"steps\": \"some\"}", "index_capture.steps",
             "\"prefill_last\", \"decode\" or \"all\"");
+    refused(
+        five, "{\"spans\": [[0, 1]], \"stpes\": \"all\"}", "index_capture",
+        "has no field \"stpes\"; its fields are spans, steps, max_steps, layers, shadow, lists, "
+        "expect");
+    refused(five, "{\"span\": [[0, 1]]}", "index_capture", "has no field \"span\"");
+    refused(five, "{\"spans\": {\"text\": \"x\", \"nth\": 2}}", spans,
+            "has no field \"nth\"; its fields are text");
     refused(five, "{\"spans\": [[0, 1]], \"steps\": 1}", "index_capture.steps", "\"all\", is 1");
     refused(five, "{\"spans\": [[0, 1]], \"max_steps\": 0}", "index_capture.max_steps",
             "1 to 4096, is 0");

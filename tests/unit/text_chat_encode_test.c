@@ -218,6 +218,16 @@ static void test_chat_encode__errors_name_the_field(void **state)
          "array"},
         {"[{\"role\":\"system\",\"tools\":[{\"type\":\"function\"}]}]",
          "messages[0].tools[0].function: is required but missing"},
+        {"[{\"role\":\"user\"}]",
+         "messages[0].content: must be a string or a list of content parts, is missing"},
+        {"[{\"role\":\"user\",\"content\":\"a\"},{\"role\":\"user\",\"content\":null}]",
+         "messages[1].content: must be a string or a list of content parts, is null"},
+        {"[{\"role\":\"system\"}]", "messages[0].content: must be"},
+        {"[{\"role\":\"tool\",\"tool_call_id\":\"1\"}]", "messages[0].content: must be"},
+        {"[{\"role\":\"latest_reminder\",\"content\":null}]", "messages[0].content: must be"},
+        {"[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[]}]",
+         "messages[0].content: must be a string or a list of content parts where there are no "
+         "tool_calls, is null"},
         {"[{\"role\":\"user\",\"task\":\"nope\"}]", "messages[0].task: must be action"},
     };
     const struct text_chat_options o = {0};
@@ -227,6 +237,28 @@ static void test_chat_encode__errors_name_the_field(void **state)
         struct json *keep;
         assert_int_equal(encode(&p, cases[i][0], &o, &keep, &err), TOW_EINVAL);
         if (!strstr(err.msg, cases[i][1])) fail_msg("'%s' lacks '%s'", err.msg, cases[i][1]);
+        text_chat_prompt_fini(&p);
+        json_free(keep);
+    }
+}
+
+static void test_chat_encode__an_assistant_may_have_calls_or_reasoning_alone(void **state)
+{
+    (void)state;
+    static const char *const cases[] = {
+        "[{\"role\":\"assistant\",\"content\":null,\"tool_calls\":[{\"function\":{\"name\":\"f\","
+        "\"arguments\":\"{}\"}}]},{\"role\":\"tool\",\"content\":\"\"}]",
+        "[{\"role\":\"assistant\",\"tool_calls\":[{\"function\":{\"name\":\"f\","
+        "\"arguments\":\"{}\"}}]},{\"role\":\"tool\",\"content\":[]}]",
+        "[{\"role\":\"assistant\",\"reasoning_content\":\"r\"},{\"role\":\"user\",\"content\":\"\"}"
+        "]",
+    };
+    const struct text_chat_options o = {0};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        struct text_chat_prompt p;
+        struct tow_err err = {0};
+        struct json *keep;
+        if (encode(&p, cases[i], &o, &keep, &err) < 0) fail_msg("%s: %s", cases[i], err.msg);
         text_chat_prompt_fini(&p);
         json_free(keep);
     }
@@ -375,6 +407,7 @@ int main(void)
         cmocka_unit_test(test_chat_encode__fixed_texts_are_equal),
         cmocka_unit_test(test_chat_encode__nothing_of_the_caller_is_control_text),
         cmocka_unit_test(test_chat_encode__errors_name_the_field),
+        cmocka_unit_test(test_chat_encode__an_assistant_may_have_calls_or_reasoning_alone),
         cmocka_unit_test(test_chat_encode__effort_names),
         cmocka_unit_test(test_chat_encode__parts_are_joined_by_blank_lines),
         cmocka_unit_test(test_chat_encode__tool_choice_decides_how_the_turn_opens),
