@@ -1,8 +1,8 @@
-/* kernels/moe/moe_cuda.cu - the routed experts: pairs are sorted on the device, then six launches whose
+/* kernels/moe/moe_cuda.cu - the routed experts: pairs are sorted on the device, then five launches whose
  * shape depends on T alone.
  *
- *     plan      one block: counts, prefix sums, stable sort of pairs by expert, tiles   (moe_plan)
- *     rows      x quantized and prepared
+ *     plan      one block: counts, prefix sums, stable sort of pairs by expert, tiles   (moe_plan);
+ *               the others: x quantized and prepared (rows of pairs need the plan: launches of their own)
  *     product   gate and up, the activation, times the routing weight                    (moe_product)
  *     rows      that, quantized and prepared
  *     product   down
@@ -24,7 +24,7 @@ extern "C" {
 int cuda_wide_experts = 0;
 
 static const unsigned ALL = 0xffffffffu;
-enum { THREADS = 256, WARPS = THREADS / 32 };
+enum { THREADS = 256, WARPS = THREADS / 32, PLAN_WARPS = 32 /* at most */ };
 
 /* ------------------------------------------------------------------ plan */
 
@@ -60,8 +60,8 @@ static __device__ __forceinline__ int32_t expert_of(const int32_t *experts, int3
 }
 
 /* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. */
-static __global__ void plan_kernel(const int32_t *experts, int32_t n, int32_t E,
-                                   struct moe_plan plan)
+static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_t n, int32_t E,
+                                                  const struct moe_plan &plan)
 {
     extern __shared__ int32_t hist[];
     __shared__ int32_t room[2][32];
@@ -116,26 +116,6 @@ static __global__ void plan_kernel(const int32_t *experts, int32_t n, int32_t E,
     }
 }
 
-static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t tokens,
-                     struct moe_plan *plan)
-{
-    const int64_t n = (int64_t)p->T * p->k;
-    /* An expert has at most one tile that is not full. */
-    const int64_t tiles = n / tokens + (n < p->E ? n : p->E);
-    if (n > INT32_MAX / 2 || tiles > INT32_MAX / 4) return TOW_EINVAL;
-    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(2 * n + 1 + 3 * tiles) * 4);
-    int warps = (int)((s->max_shared - 1024) / 4 / p->E);
-    if (!m) return TOW_ENOMEM;
-    if (warps < 1) return TOW_EINVAL;
-    warps = warps > 32 ? 32 : warps;
-    if (warps > 4 && warps > cuda_ceil(n, 32)) warps = n > 128 ? (int)cuda_ceil(n, 32) : 4;
-    *plan = {m, m + 1, m + 1 + n, (struct moe_tile *)(m + 1 + 2 * n), (int32_t)tiles, tokens};
-    CUDA_SHARED(plan_kernel, s->max_shared - 1024);
-    plan_kernel<<<1, (unsigned)warps * 32, (size_t)warps *(size_t)p->E * 4, s->cu>>>(
-        p->experts, (int32_t)n, p->E, *plan);
-    return cuda_done(s, "moe");
-}
-
 /* ------------------------------------------------------------------ rows for the matrix unit */
 
 struct rows {
@@ -184,13 +164,11 @@ static __device__ __forceinline__ void round_nvfp4(float (&v)[4], float g, bool 
     }
 }
 
-/* A warp for each 128 values. */
-static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_constant__ struct rows p)
+/* A warp's 128 values of a row, from begin on. */
+static __device__ __forceinline__ void prepare(const struct rows &p, int64_t row, int32_t begin)
 {
     const int lane = threadIdx.x % 32;
-    const int64_t row = blockIdx.x;
-    const int32_t k0 = ((int32_t)blockIdx.y * WARPS + threadIdx.x / 32) * 128 + lane * 4;
-    if (k0 >= p.kp || (p.pairs && row >= *p.plan.n_pairs)) return; /* whole warps */
+    const int32_t k0 = begin + lane * 4;
     const uint16_t *x = p.x + (p.gather ? p.plan.order[row] / p.slots : row) * (int64_t)p.k;
     float v[4];
     if (k0 + 4 <= p.k && ((uintptr_t)(x + k0) & 7) == 0) {
@@ -206,17 +184,67 @@ static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_const
     const uint32_t lo = kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16;
     const uint32_t hi = kern_bf16_encode(v[2]) | (uint32_t)kern_bf16_encode(v[3]) << 16;
     if (p.dealt) {
-        uint16_t *out = p.out + row * p.kp + (k0 - lane * 4) + lane % 8 * 16 + lane / 8 * 2;
+        uint16_t *out = p.out + row * p.kp + begin + lane % 8 * 16 + lane / 8 * 2;
         *(uint32_t *)out = lo, *(uint32_t *)(out + 8) = hi;
     } else {
         *(uint2 *)(p.out + row * p.kp + k0) = make_uint2(lo, hi);
     }
 }
 
+static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_constant__ struct rows p)
+{
+    const int32_t begin = ((int32_t)blockIdx.y * WARPS + threadIdx.x / 32) * 128;
+    if (begin < p.kp && (!p.pairs || (int64_t)blockIdx.x < *p.plan.n_pairs))
+        prepare(p, blockIdx.x, begin);
+}
+
 static void launch_rows(struct kern_stream *s, const struct rows *p, int64_t n)
 {
     const dim3 grid((unsigned)n, (unsigned)cuda_ceil(p->kp / 128, WARPS));
     rows_kernel<<<grid, THREADS, 0, s->cu>>>(*p);
+}
+
+/* The first block sorts; the others prepare the n_rows rows of x, which do not wait for that. */
+static __global__ void __launch_bounds__(32 * PLAN_WARPS)
+    plan_kernel(const int32_t *experts, int32_t n, int32_t E, const __grid_constant__ struct rows x,
+                int64_t n_rows)
+{
+    if (blockIdx.x == 0) {
+        sort_pairs(experts, n, E, x.plan);
+        return;
+    }
+    const int64_t at = (int64_t)(blockIdx.x - 1) * (blockDim.x / 32) + threadIdx.x / 32;
+    const int32_t each = x.kp / 128;
+    if (at < n_rows * each) prepare(x, at / each, (int32_t)(at % each) * 128);
+}
+
+/* Memory for the plan. */
+static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t tokens,
+                     struct moe_plan *plan)
+{
+    const int64_t n = (int64_t)p->T * p->k;
+    /* An expert has at most one tile that is not full. */
+    const int64_t tiles = n / tokens + (n < p->E ? n : p->E);
+    if (n > INT32_MAX / 2 || tiles > INT32_MAX / 4) return TOW_EINVAL;
+    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(2 * n + 1 + 3 * tiles) * 4);
+    if (!m) return TOW_ENOMEM;
+    if ((s->max_shared - 1024) / 4 < p->E) return TOW_EINVAL;
+    *plan = {m, m + 1, m + 1 + n, (struct moe_tile *)(m + 1 + 2 * n), (int32_t)tiles, tokens};
+    return 0;
+}
+
+/* Enqueues the plan, and n_rows rows of x (of the batch, not of pairs). */
+static void launch_plan(struct kern_stream *s, const struct kern_moe *p, const struct rows *x,
+                        int64_t n_rows)
+{
+    const int64_t n = (int64_t)p->T * p->k;
+    int warps = (int)((s->max_shared - 1024) / 4 / p->E);
+    warps = warps > PLAN_WARPS ? PLAN_WARPS : warps;
+    if (warps > 4 && warps > cuda_ceil(n, 32)) warps = n > 128 ? (int)cuda_ceil(n, 32) : 4;
+    const unsigned blocks = 1 + (unsigned)cuda_ceil(n_rows * (x->kp / 128), warps);
+    CUDA_SHARED(plan_kernel, s->max_shared - 1024);
+    plan_kernel<<<blocks, (unsigned)warps * 32, (size_t)warps *(size_t)p->E * 4, s->cu>>>(
+        p->experts, (int32_t)n, p->E, *x, n_rows);
 }
 
 /* ------------------------------------------------------------------ combine */
@@ -398,6 +426,9 @@ static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
     float *z = (float *)cuda_scratch(s, CUDA_SLOT_OP3, (size_t)(n * p->D) * 4);
     if (!x || !y || !z) return TOW_ENOMEM;
     float *x1 = by_pair ? x + n * p->D : x;
+    struct rows none = {};
+    none.plan = *plan;
+    launch_plan(s, p, &none, 0);
     struct plain_rows r = {p->x, x,       *plan,   p->experts, w1->w, p->D,
                            p->k, by_pair, by_pair, p->act,     p->aq};
     plain_rows_kernel<<<(unsigned)(by_pair ? n : p->T), 32, 0, s->cu>>>(r);
@@ -459,7 +490,8 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
                      by_pair,
                      p->aq,
                      plan->tokens == MOE_WIDE};
-    launch_rows(s, &r, by_pair ? n : p->T);
+    launch_plan(s, p, &r, by_pair ? 0 : p->T);
+    if (by_pair) launch_rows(s, &r, n);
     uint16_t *x1 = x + n * dp;
     if (by_pair) {
         r.w = w3->w, r.out = x1;

@@ -1,13 +1,16 @@
-/* kernels/moe/moe_wide_cuda.cu - many pairs times 4-bit experts by wgmma: the prefill product of sm_90a.
+/* kernels/moe/moe_wide_cuda.cu - many pairs times 4-bit experts by wgmma: the prefill product of
+ * sm_90a.
  *
- * Plan     A block goes from tile to tile: up to 256 pairs and 128 weight rows, 64 each of w1 and w3 or
- *          128 of w2. A warpgroup of producers makes stages of 64 k in shared memory: weights, decoded to
- *          bf16 once for all pairs of the tile, and rows of x. Two warpgroups of consumers multiply, 64
- *          of the weight rows each, with just as many columns as the tile has pairs, in steps of 32. The
- *          producers are ahead, so that a tile's first stages are made while the last one's results go out.
+ * Plan     A block goes from tile to tile: up to 256 pairs and 128 weight rows, 64 each of w1 and w3
+ *          or 128 of w2. A warpgroup of producers makes stages of 64 k in shared memory: weights,
+ *          decoded to bf16 once for all pairs of the tile, and rows of x. Two warpgroups of consumers
+ *          multiply, 64 of the weight rows each, with just as many columns as the tile has pairs, in
+ *          steps of 32. Producers are ahead, so that a tile's first stages are made while the last
+ *          one's results go out.
  * Rows     Of w1 and w3, eight rows alternate, so that a consumer thread has a pair's gate and up.
- * Order    moe_product.cuh's: weights on the M side, the same instructions of 16 k in the same sequence with
- *          the same values in their slots. Stages hold k in the order of slots, to which x comes dealt.
+ * Order    moe_product.cuh's: weights on the M side, the same instructions of 16 k in the same
+ *          sequence with the same values in their slots. Stages hold k in the order of slots, to
+ *          which x comes dealt.
  */
 #include "kernels/moe/moe_product.cuh"
 
@@ -30,8 +33,9 @@ static_assert(STAGE % ALIGN == 0 && (int)N == (int)MOE_WIDE,
               "a stage begins where the swizzle does");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-/* acc += a b: m64nWk16 with W columns, both operands by descriptor. acc[4 i ..] is of columns 8 i ..:
- * [0], [1] row g, columns 2c, 2c+1; [2], [3] row g+8 (g = lane / 4, c = lane % 4, 16 rows a warp). */
+/* acc += a b: m64nWk16 with W columns, both operands by descriptor. acc[4 i ..] is of columns 8 i
+ * and on: [0], [1] row g, columns 2c, 2c+1; [2], [3] row g+8 (g = lane / 4, c = lane % 4, 16 rows a
+ * warp). */
 template <int W>
 static __device__ __forceinline__ void multiply(float (&acc)[N / 2], uint64_t a, uint64_t b);
 
