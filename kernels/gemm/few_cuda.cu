@@ -8,6 +8,8 @@
  * ascending order. That order knows nothing of how many warps there were.
  * A narrow product has fewer tiles of rows than the machine has multiprocessors: there a cluster of blocks
  * of threads shares out the blocks of k, and all leave their sums with the first of them.
+ * Products of many tiles: as many blocks of threads as fit the machine, each with several tiles, whose
+ * loads go on across the end of one tile into the next.
  * A small x (one row, or a few short ones) is quantized by each block of threads for itself, into shared
  * memory and while its first weights are on their way: that takes less time than another launch.
  */
@@ -20,6 +22,7 @@ enum {
     ROWS = 16,   /* of a warp */
     COL_LD = 20, /* floats from column to column of a block's sums: quads fall into other banks */
     SUM_BYTES = 40 * 1024,
+    NAN_BYTES = WARPS * ROWS,
     SPAN = 128,      /* elements of x that a warp quantizes at a time */
     BATCH = 4,       /* spans loaded before the first is quantized */
     MOST_BLOCKS = 8, /* of a cluster, that every machine with clusters has */
@@ -165,35 +168,78 @@ static __device__ __forceinline__ void meet(int ks)
     }
 }
 
+/* What the end of a tile needs besides sums, asked for early: a scale, as stored, and the mark of a NaN row
+ * each thread. first: the tile's first row, of all; rows: as many as it has. */
+struct side {
+    uint32_t scale;
+    uint8_t nan;
+};
+static __device__ __forceinline__ uint32_t side_scale(const struct cuda_product &p, int64_t first,
+                                                      int32_t n_blocks, int i)
+{
+    const int64_t row = first / BLOCK_N + i / n_blocks;
+    return row * BLOCK_N < (int64_t)p.groups * p.N ? scale_bits(p, row, i % n_blocks) : 0;
+}
+template <enum kern_wfmt F>
+static __device__ __forceinline__ struct side side_load(const struct cuda_product &p, int64_t first,
+                                                        int rows, int32_t n_blocks)
+{
+    struct side v = {0, 0};
+    const int i = threadIdx.x;
+    if (F == KERN_W_FP8 && i < 2 * n_blocks) v.scale = side_scale(p, first, n_blocks, i);
+    if (F != KERN_W_F32 && F != KERN_W_BF16 && i < rows && first + i < (int64_t)p.groups * p.N)
+        v.nan = __ldg(p.nan_rows + first + i);
+    return v;
+}
+template <enum kern_wfmt F>
+static __device__ __forceinline__ void side_put(const struct cuda_product &p, const struct side &v,
+                                                int64_t first, int32_t n_blocks, float *scales,
+                                                uint8_t *nans)
+{
+    int i = threadIdx.x;
+    if (i < WARPS * ROWS) nans[i] = v.nan;
+    if (F != KERN_W_FP8) return;
+    if (i < 2 * n_blocks) scales[i] = scale_of(p, v.scale);
+#pragma unroll 1
+    for (i += THREADS; i < 2 * n_blocks; i += THREADS)
+        scales[i] = scale_of(p, side_scale(p, first, n_blocks, i));
+}
+
 /* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own; `held`
  * block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they are added. */
 template <enum kern_wfmt F, int NT, bool OWN>
 static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
-    few_kernel(struct cuda_product p, int kw, int ks, int held)
+    few_kernel(struct cuda_product p, int32_t tiles, int kw, int ks, int held)
 {
     enum { D = shape<F, NT, OWN>::D };
-    /* scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS]; x [T][x_ld] */
+    /* nans [WARPS * ROWS]; scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS]; x
+     * [T][x_ld] */
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
     const int rank = blockIdx.x % ks, all_k = kw * ks;
     const int rw = WARPS / kw, my_k = rank * kw + warp % kw, my_r = warp / kw;
     const int32_t t0 = blockIdx.z * (8 * NT), T = p.T - t0 < 8 * NT ? p.T - t0 : 8 * NT;
-    const int32_t n_cta = blockIdx.x / ks * ROWS * rw; /* first row of this block, in its group */
-    const int64_t first = (int64_t)blockIdx.y * p.N + n_cta;
+    const int64_t group_row = (int64_t)blockIdx.y * p.N;
+    const int32_t tile_step = gridDim.x / ks;
     const int32_t n_groups = (p.K + GROUP_K - 1) / GROUP_K, n_blocks = (n_groups + 1) / 2;
     const int32_t m = (n_blocks + all_k - 1) / all_k * 2; /* groups of a warp */
     const int32_t sum_ld = T * COL_LD, x_ld = n_groups * GROUP_K + 8;
-    float *scales = shared, *sums = shared + (2 * n_blocks + 3) / 4 * 4;
+    uint8_t *nans = (uint8_t *)shared;
+    float *scales = shared + NAN_BYTES / 4, *sums = scales + (2 * n_blocks + 3) / 4 * 4;
     float *totals = sums + rw * held * sum_ld;
     uint16_t *xs = (uint16_t *)(totals + rw * T * ROWS);
     const uint16_t *x = p.x + (int64_t)t0 * p.ld_x + blockIdx.y * p.x_group;
     struct reader<NT> rd;
+    const auto rows_of = [&](int32_t tile, const uint8_t *w[2], int64_t row[2]) {
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int32_t n = n_cta + my_r * ROWS + g + 8 * r;
-        rd.row[r] = (int64_t)blockIdx.y * p.N + (n < p.N ? n : p.N - 1);
-        rd.w[r] = p.w + rd.row[r] * p.row_bytes;
-    }
+        for (int r = 0; r < 2; r++) {
+            const int32_t n = (tile * rw + my_r) * ROWS + g + 8 * r;
+            row[r] = group_row + (n < p.N ? n : p.N - 1);
+            w[r] = p.w + row[r] * p.row_bytes;
+        }
+    };
+    int32_t tile = blockIdx.x / ks;
+    rows_of(tile, rd.w, rd.row);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
         const int32_t t = 8 * n + g < T ? 8 * n + g : T - 1;
@@ -207,17 +253,13 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
 #pragma unroll
     for (int d = 0; d < D; d++)
         if (d < m) load<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
-    if (F == KERN_W_FP8)
-#pragma unroll 1
-        for (int i = threadIdx.x; i < 2 * n_blocks; i += THREADS) {
-            const int64_t row = first / BLOCK_N + i / n_blocks;
-            const bool there = row * BLOCK_N < (int64_t)p.groups * p.N;
-            scales[i] = there ? block_scale(p, row, i % n_blocks) : 0;
-        }
+    int64_t first = group_row + (int64_t)tile * rw * ROWS; /* row of the tile, of all */
+    struct side side = side_load<F>(p, first, rw * ROWS, n_blocks);
     if (OWN) {
         own_rows(p, x, T, kw, ks, rank * kw, xs, x_ld);
         __syncthreads();
     }
+    side_put<F>(p, side, first, n_blocks, scales, nans);
     if (ks > 1) cluster_wait();
     float *put = ks > 1 ? leaders(sums) : sums;
 
@@ -227,65 +269,92 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
     for (int n = 0; n < NT; n++)
 #pragma unroll
         for (int e = 0; e < 4; e++) sum[n][e] = 0;
-    int32_t b0 = 0; /* first block kept */
 #pragma unroll 1
-    for (int32_t j0 = 0; j0 < m; j0 += D) {
+    for (;;) {
+        const bool next = NT == 1 && tile + tile_step < tiles;
+        const int64_t next_first = first + (int64_t)tile_step * rw * ROWS;
+        const uint8_t *next_w[2] = {rd.w[0], rd.w[1]};
+        int64_t next_row[2] = {rd.row[0], rd.row[1]};
+        if (next) {
+            side = side_load<F>(p, next_first, rw * ROWS, n_blocks);
+            rows_of(tile + tile_step, next_w, next_row);
+        }
+        int32_t b0 = 0; /* first block kept */
+#pragma unroll 1
+        for (int32_t j0 = 0; j0 < m; j0 += D) {
 #pragma unroll
-        for (int d = 0; d < D; d++) {
-            const int32_t j = j0 + d, q = GROUP_OF(j);
-            if (j >= m) break;
-            if (q < n_groups) {
-                if (OWN) {
+            for (int d = 0; d < D; d++) {
+                const int32_t j = j0 + d, q = GROUP_OF(j);
+                if (j >= m) break;
+                if (q < n_groups) {
+                    if (OWN) {
 #pragma unroll
-                    for (int n = 0; n < NT; n++) {
-                        const uint4 *from = (const uint4 *)(rd.x[n] + q * GROUP_K);
-                        put16(st[d].x[n], from[0]);
-                        put16(st[d].x[n] + 4, from[1]);
+                        for (int n = 0; n < NT; n++) {
+                            const uint4 *from = (const uint4 *)(rd.x[n] + q * GROUP_K);
+                            put16(st[d].x[n], from[0]);
+                            put16(st[d].x[n] + 4, from[1]);
+                        }
                     }
+                    weights_times<F, NT>(sum, st[d].w, st[d].x);
                 }
-                weights_times<F, NT>(sum, st[d].w, st[d].x);
-            }
-            if (j + D < m) load<F, NT, OWN>(p, rd, GROUP_OF(j + D), st[d]);
-            if (d % 2 == 0) continue;
-            if (q / 2 < n_blocks) {
-                float *to = put + (my_r * held + q / 2 - b0) * sum_ld + g;
+                if (j + D < m || next) {
+                    const int32_t to = j + D < m ? j + D : d; /* here, or in the next tile */
+                    struct reader<NT> from = rd;
+                    if (NT == 1 && j + D >= m)
+#pragma unroll
+                        for (int r = 0; r < 2; r++)
+                            from.w[r] = next_w[r], from.row[r] = next_row[r];
+                    load<F, NT, OWN>(p, from, GROUP_OF(to), st[d]);
+                }
+                if (d % 2 == 0) continue;
+                if (q / 2 < n_blocks) {
+                    float *to = put + (my_r * held + q / 2 - b0) * sum_ld + g;
+#pragma unroll
+                    for (int n = 0; n < NT; n++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const int t = 8 * n + 2 * c + e;
+                            if (t < T)
+                                to[t * COL_LD] = sum[n][e], to[t * COL_LD + 8] = sum[n][2 + e];
+                        }
+                }
 #pragma unroll
                 for (int n = 0; n < NT; n++)
 #pragma unroll
-                    for (int e = 0; e < 2; e++) {
-                        const int t = 8 * n + 2 * c + e;
-                        if (t < T) to[t * COL_LD] = sum[n][e], to[t * COL_LD + 8] = sum[n][2 + e];
-                    }
+                    for (int e = 0; e < 4; e++) sum[n][e] = 0;
             }
-#pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) sum[n][e] = 0;
-        }
-        const bool last = j0 + D >= m;
-        const int32_t end = (j0 + D) / 2 * all_k; /* the block after those made so far */
-        if (!last && end + D / 2 * all_k - b0 <= held) continue;
+            const bool last = j0 + D >= m;
+            const int32_t end = (j0 + D) / 2 * all_k; /* the block after those made so far */
+            if (!last && end + D / 2 * all_k - b0 <= held) continue;
 
-        meet(ks);
-        const int32_t nb = (end < n_blocks ? end : n_blocks) - b0;
+            meet(ks);
+            const int32_t nb = (end < n_blocks ? end : n_blocks) - b0;
 #pragma unroll 1
-        for (int o = threadIdx.x; o < n_out; o += THREADS) { /* always the same thread's */
-            const int r = o % ROWS, t = o / ROWS % T, tile = o / (ROWS * T);
-            const int32_t n = n_cta + tile * ROWS + r;
-            const int64_t row = first + tile * ROWS + r;
-            const float *from = sums + tile * held * sum_ld + t * COL_LD + r;
-            const float *sc = scales + (row / BLOCK_N - first / BLOCK_N) * n_blocks + b0;
-            float total = b0 ? totals[o] : 0.0f;
+            for (int o = threadIdx.x; o < n_out; o += THREADS) { /* always the same thread's */
+                const int r = o % ROWS, t = o / ROWS % T, own = o / (ROWS * T);
+                const int64_t row = first + own * ROWS + r;
+                const float *from = sums + own * held * sum_ld + t * COL_LD + r;
+                const float *sc = scales + (row / BLOCK_N - first / BLOCK_N) * n_blocks + b0;
+                float total = b0 ? totals[o] : 0.0f;
 #pragma unroll 8
-            for (int32_t b = 0; b < nb; b++)
-                total = fmaf(from[b * sum_ld], F == KERN_W_FP8 ? sc[b] : 1.0f, total);
-            if (!last)
-                totals[o] = total;
-            else if (n < p.N)
-                dev_store(p.y, (t0 + t) * p.ld_y + row, p.y_dtype, finished<F>(p, row, total));
+                for (int32_t b = 0; b < nb; b++)
+                    total = fmaf(from[b * sum_ld], F == KERN_W_FP8 ? sc[b] : 1.0f, total);
+                if (!last)
+                    totals[o] = total;
+                else if (row < group_row + p.N)
+                    dev_store(p.y, (t0 + t) * p.ld_y + row, p.y_dtype,
+                              F != KERN_W_F32 && F != KERN_W_BF16 && nans[own * ROWS + r]
+                                  ? kern_float(0x7fc00000u)
+                                  : total * p.post);
+            }
+            b0 = end;
+            if (!last || next) meet(ks);
         }
-        b0 = end;
-        if (!last) meet(ks);
+        if (!next) break;
+        tile += tile_step, first = next_first;
+#pragma unroll
+        for (int r = 0; r < 2; r++) rd.w[r] = next_w[r], rd.row[r] = next_row[r];
+        side_put<F>(p, side, first, n_blocks, scales, nans);
     }
 #undef GROUP_OF
 }
@@ -318,7 +387,7 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
     const int most = (int)cuda_ceil(n_blocks, turn) * turn;
     held = held < turn ? turn : held > most ? most : held;
     const size_t x_bytes = OWN ? (size_t)T * ((size_t)cuda_row_width(p->K) + 8) * 2 : 0;
-    const size_t bytes = ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one +
+    const size_t bytes = NAN_BYTES + ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one +
                          (size_t)rw * (size_t)T * ROWS * sizeof(float) + x_bytes;
     CUDA_SHARED((few_kernel<F, NT, OWN>), 99 * 1024);
     cudaLaunchAttribute cluster = {};
@@ -326,13 +395,16 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
     cluster.val.clusterDim.x = (unsigned)ks;
     cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
     cudaLaunchConfig_t c = {};
-    c.gridDim = dim3((unsigned)(tiles * ks), (unsigned)p->groups, (unsigned)columns);
+    /* Two blocks of threads a multiprocessor, if there are so many tiles. */
+    const int64_t room = 2 * s->n_sm / (p->groups * columns);
+    const int64_t across = NT > 1 || tiles < room || room < 1 ? tiles : room;
+    c.gridDim = dim3((unsigned)(across * ks), (unsigned)p->groups, (unsigned)columns);
     c.blockDim = dim3(THREADS);
     c.dynamicSmemBytes = bytes;
     c.stream = s->cu;
     c.attrs = &cluster;
     c.numAttrs = ks > 1 ? 1 : 0;
-    cudaLaunchKernelEx(&c, few_kernel<F, NT, OWN>, *p, kw, ks, held);
+    cudaLaunchKernelEx(&c, few_kernel<F, NT, OWN>, *p, (int32_t)tiles, kw, ks, held);
 }
 
 /* What the formats of a model's dense products are given. */

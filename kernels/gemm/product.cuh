@@ -132,17 +132,31 @@ static __device__ __forceinline__ uint32_t weight_factor(const struct cuda_produ
     return 0;
 }
 
-/* Scale of block b of k, in row i of an fp8 weight's scales. */
-static __device__ __forceinline__ float block_scale(const struct cuda_product &p, int64_t i,
-                                                    int32_t b)
+/* Scale of block b of k, in row i of an fp8 weight's scales: as stored, and what that means. */
+static __device__ __forceinline__ uint32_t scale_bits(const struct cuda_product &p, int64_t i,
+                                                      int32_t b)
 {
     const uint8_t *row = p.scale + i * p.scale_row_bytes;
     switch (p.sfmt) {
-    case KERN_S_UE8M0: return kern_ue8m0_decode(__ldg(row + b));
-    case KERN_S_F32: return __ldg((const float *)row + b);
-    case KERN_S_E4M3: return dev_e4m3_decode(__ldg(row + b));
+    case KERN_S_F32: return __ldg((const uint32_t *)row + b);
+    case KERN_S_UE8M0:
+    case KERN_S_E4M3: return __ldg(row + b);
+    default: return 0;
+    }
+}
+static __device__ __forceinline__ float scale_of(const struct cuda_product &p, uint32_t bits)
+{
+    switch (p.sfmt) {
+    case KERN_S_UE8M0: return kern_ue8m0_decode((uint8_t)bits);
+    case KERN_S_F32: return kern_float(bits);
+    case KERN_S_E4M3: return dev_e4m3_decode((uint8_t)bits);
     default: return 1.0f;
     }
+}
+static __device__ __forceinline__ float block_scale(const struct cuda_product &p, int64_t i,
+                                                    int32_t b)
+{
+    return scale_of(p, scale_bits(p, i, b));
 }
 
 /* What is stored of the finished sum of row r (of groups * N). */
