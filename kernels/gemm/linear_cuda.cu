@@ -11,7 +11,7 @@ extern "C" {
 #include "kernels/cuda/table.h"
 }
 
-enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8, WIDE_ROWS = 96 };
+enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8 };
 
 int cuda_wide_products = 1;
 
@@ -130,9 +130,7 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     /* Rows that can be read as they are need no copy in shared memory. */
     c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !fit) && p->T <= 8 &&
             (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
-    const bool wide = cuda_wide_products && s->arch == 90 && w->fmt == KERN_W_FP8 &&
-                      p->T >= WIDE_ROWS &&
-                      cuda_ceil(p->N, 128) * cuda_ceil(p->T, 128) * p->groups >= s->n_sm / 2;
+    const bool wide = cuda_wide_products && cuda_wide_fits(s, w->fmt, &c);
     if (!c.own && (p->aq != KERN_AQ_NONE || !fit || wide)) {
         const int32_t Kp = cuda_row_width(p->K);
         void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);

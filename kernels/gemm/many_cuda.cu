@@ -5,8 +5,8 @@
  * time into bf16 in registers, so fp8 costs half the shared memory traffic of bf16, and multiplies them
  * with all its columns. Block sums and their chain are both in registers. The finished tile goes back
  * through shared memory, turned, so that rows of y are written in wide pieces.
- * No split of k: the order of sums allows none across blocks of threads, and a tile small enough for few
- * rows fills the machine well enough.
+ * No split of k: the order of sums allows none across blocks of threads. Where that leaves most of the
+ * machine idle, few_cuda.cu takes the product (cuda_few_fits).
  */
 #include "kernels/gemm/product.cuh"
 

@@ -41,7 +41,8 @@ enum {
 bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
-/* fp8 on sm_90a, for a multitude; x has k in the order of slots, and Kx whole groups of 64. */
+/* fp8 on sm_90a, for more rows than 32; x has k in the order of slots, and Kx whole groups of 64. */
+bool cuda_wide_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_wide(struct kern_stream *s, const struct cuda_product *p);
 
 enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };

@@ -128,7 +128,7 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
         char shape[64], name[64];
         snprintf(shape, sizeof shape, "%d x [%d, %d]%s", T, c->N, c->K,
                  c->groups > 1 ? " x 8" : "");
-        const bool wide = c->fmt == KERN_W_FP8 && T >= 128;
+        const bool wide = c->fmt == KERN_W_FP8 && T >= 64;
         for (int way = 0; way <= wide; way++) {
             snprintf(name, sizeof name, "%s%s", c->name, way ? " wgmma" : "");
 #ifdef TOW_CUDA

@@ -39,7 +39,7 @@ static const struct shape shapes[] = {
     {"mxfp4", KERN_W_MXFP4, KERN_S_UE8M0, KERN_AQ_A128, 200, 512, 2048, 1, false},
     {"nvfp4", KERN_W_NVFP4, KERN_S_E4M3, KERN_AQ_NVFP4, 200, 512, 2048, 1, false},
     {"tall K", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 140, 80, 20000, 1, false},
-    {"odd fp8", KERN_W_FP8, KERN_S_F32, KERN_AQ_A128, 150, 333, 1000, 3, false},
+    {"odd fp8", KERN_W_FP8, KERN_S_F32, KERN_AQ_A128, 210, 333, 1000, 3, false},
     {"odd bf16", KERN_W_BF16, KERN_S_NONE, KERN_AQ_NONE, 150, 77, 4104, 2, false},
     {"odd f32", KERN_W_F32, KERN_S_NONE, KERN_AQ_NONE, 150, 77, 1001, 1, false},
     {"odd mxfp4", KERN_W_MXFP4, KERN_S_UE8M0, KERN_AQ_NONE, 150, 131, 1056, 2, false},
