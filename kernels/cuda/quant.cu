@@ -9,6 +9,7 @@ enum { WARPS = 8, SPAN = 128 };
 
 static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, int32_t spans)
 {
+    cudaTriggerProgrammaticLaunchCompletion(); /* a product may begin to read its weights */
     const int lane = threadIdx.x % 32;
     const int64_t part = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32; /* (t, group, span) */
     if (part >= (int64_t)q.T * q.groups * spans) return;

@@ -11,5 +11,7 @@ extern const struct kern_ops kern_cuda;
 extern int cuda_wide_products;
 /* Products of many pairs with 4-bit experts, likewise. tests/gpu/moe_test compares the bits. */
 extern int cuda_wide_experts;
+/* Products of few rows begin to read weights while their rows are still being quantized; off until timed. */
+extern int cuda_early_products;
 
 #endif

@@ -16,6 +16,12 @@
 #include "kernels/cuda/quant.cuh"
 #include "kernels/gemm/product.cuh"
 
+extern "C" {
+#include "kernels/cuda/table.h"
+}
+
+int cuda_early_products = 0;
+
 enum {
     WARPS = 8,
     THREADS = 32 * WARPS,
@@ -61,9 +67,9 @@ template <int NT> struct reader {
 };
 
 template <enum kern_wfmt F, int NT, bool OWN>
-static __device__ __forceinline__ void load(const struct cuda_product &p,
-                                            const struct reader<NT> &rd, int32_t q,
-                                            struct stage<F, NT, OWN> &s)
+static __device__ __forceinline__ void load_weights(const struct cuda_product &p,
+                                                    const struct reader<NT> &rd, int32_t q,
+                                                    struct stage<F, NT, OWN> &s)
 {
     enum { EACH = weights16<F>::EACH, ROW = weights16<F>::ROW };
     /* Beyond the row its end is read again: there x is zero. */
@@ -83,6 +89,13 @@ static __device__ __forceinline__ void load(const struct cuda_product &p,
         }
         s.w.factor[r] = weight_factor<F>(p, rd.row[r], q, rd.c);
     }
+}
+
+template <enum kern_wfmt F, int NT, bool OWN>
+static __device__ __forceinline__ void load_x(const struct cuda_product &p,
+                                              const struct reader<NT> &rd, int32_t q,
+                                              struct stage<F, NT, OWN> &s)
+{
     if (!OWN) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -252,9 +265,13 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
 #define GROUP_OF(j) (2 * (my_k + all_k * ((j) / 2)) + (j) % 2)
 #pragma unroll
     for (int d = 0; d < D; d++)
-        if (d < m) load<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
+        if (d < m) load_weights<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
     int64_t first = group_row + (int64_t)tile * rw * ROWS; /* row of the tile, of all */
     struct side side = side_load<F>(p, first, rw * ROWS, n_blocks);
+    cudaGridDependencySynchronize(); /* what makes x may have been still at work */
+#pragma unroll
+    for (int d = 0; d < D; d++)
+        if (d < m) load_x<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
     if (OWN) {
         own_rows(p, x, T, kw, ks, rank * kw, xs, x_ld);
         __syncthreads();
@@ -304,7 +321,8 @@ static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
 #pragma unroll
                         for (int r = 0; r < 2; r++)
                             from.w[r] = next_w[r], from.row[r] = next_row[r];
-                    load<F, NT, OWN>(p, from, GROUP_OF(to), st[d]);
+                    load_weights<F, NT, OWN>(p, from, GROUP_OF(to), st[d]);
+                    load_x<F, NT, OWN>(p, from, GROUP_OF(to), st[d]);
                 }
                 if (d % 2 == 0) continue;
                 if (q / 2 < n_blocks) {
@@ -390,10 +408,19 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
     const size_t bytes = NAN_BYTES + ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one +
                          (size_t)rw * (size_t)T * ROWS * sizeof(float) + x_bytes;
     CUDA_SHARED((few_kernel<F, NT, OWN>), 99 * 1024);
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = (unsigned)ks;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attrs[2] = {};
+    unsigned n_attrs = 0;
+    if (ks > 1) {
+        attrs[n_attrs].id = cudaLaunchAttributeClusterDimension;
+        attrs[n_attrs].val.clusterDim.x = (unsigned)ks;
+        attrs[n_attrs].val.clusterDim.y = attrs[n_attrs].val.clusterDim.z = 1;
+        n_attrs++;
+    }
+    if (cuda_early_products && p->after_quant) {
+        attrs[n_attrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attrs[n_attrs].val.programmaticStreamSerializationAllowed = 1;
+        n_attrs++;
+    }
     cudaLaunchConfig_t c = {};
     /* Two blocks of threads a multiprocessor, if there are so many tiles. */
     const int64_t room = 2 * s->n_sm / (p->groups * columns);
@@ -402,8 +429,8 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
     c.blockDim = dim3(THREADS);
     c.dynamicSmemBytes = bytes;
     c.stream = s->cu;
-    c.attrs = &cluster;
-    c.numAttrs = ks > 1 ? 1 : 0;
+    c.attrs = attrs;
+    c.numAttrs = n_attrs;
     cudaLaunchKernelEx(&c, few_kernel<F, NT, OWN>, *p, (int32_t)tiles, kw, ks, held);
 }
 

@@ -131,7 +131,8 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !fit) && p->T <= 8 &&
             (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
     const bool wide = cuda_wide_products && cuda_wide_fits(s, w->fmt, &c);
-    if (!c.own && (p->aq != KERN_AQ_NONE || !fit || wide)) {
+    c.after_quant = !c.own && (p->aq != KERN_AQ_NONE || !fit || wide);
+    if (c.after_quant) {
         const int32_t Kp = cuda_row_width(p->K);
         void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
         if (!rows) return cuda_done(s, "linear");

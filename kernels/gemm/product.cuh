@@ -31,6 +31,7 @@ struct cuda_product {
     /* own: x is not quantized yet, and small enough that blocks of threads do it for themselves. */
     bool own, by_fours;
     enum kern_act_quant aq; /* none or A128 */
+    bool after_quant;       /* the launch before this one quantizes x */
 };
 
 enum {

@@ -129,10 +129,12 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
         snprintf(shape, sizeof shape, "%d x [%d, %d]%s", T, c->N, c->K,
                  c->groups > 1 ? " x 8" : "");
         const bool wide = c->fmt == KERN_W_FP8 && T >= 64;
-        for (int way = 0; way <= wide; way++) {
-            snprintf(name, sizeof name, "%s%s", c->name, way ? " wgmma" : "");
+        const bool early = c->aq != KERN_AQ_NONE && T <= 32;
+        for (int way = 0; way <= (wide || early); way++) {
+            snprintf(name, sizeof name, "%s%s", c->name, !way ? "" : wide ? " wgmma" : " early");
 #ifdef TOW_CUDA
-            cuda_wide_products = way;
+            cuda_wide_products = way && wide;
+            cuda_early_products = way && early;
 #endif
             bench_run(
                 b, &(struct bench_case){.name = name,
