@@ -44,6 +44,7 @@ template <enum kern_wfmt F, int NT, bool OWN> struct shape {
                                              : 2)
             : NT <= 2 && W <= 8 ? 4
                                 : 2,
+        PER_SM = NT * D <= 4 || NT == 1 ? 2 : 1, /* blocks of threads a multiprocessor */
     };
 };
 
@@ -103,7 +104,7 @@ static __device__ __forceinline__ void load_x(const struct cuda_product &p,
 #pragma unroll
             for (int n = 0; n < NT; n++) {
                 uint4 v = make_uint4(0, 0, 0, 0);
-                if (k < p.Kx) v = __ldg((const uint4 *)(rd.x[n] + k));
+                if (k < p.Kx) v = *(const uint4 *)(rd.x[n] + k);
                 put16(&s.x[n][4 * i], v);
             }
         }
@@ -221,7 +222,7 @@ static __device__ __forceinline__ void side_put(const struct cuda_product &p, co
 /* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own; `held`
  * block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they are added. */
 template <enum kern_wfmt F, int NT, bool OWN>
-static __global__ void __launch_bounds__(THREADS, NT == 1 ? 2 : 1)
+static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
     few_kernel(struct cuda_product p, int32_t tiles, int kw, int ks, int held)
 {
     enum { D = shape<F, NT, OWN>::D };
