@@ -57,7 +57,7 @@ struct run {
     struct model_safetensors_writer *out;
     void **owned; /* buffers that live until the file is written */
     size_t n_owned;
-    bool no_memory;
+    bool no_memory, no_answer; /* sticky: of the host; of the device */
 };
 
 /* Zeroed memory that lives as long as the run; sticky on failure. */
@@ -73,6 +73,14 @@ static void *hold(struct run *r, int64_t n, size_t elem)
     }
     r->owned[r->n_owned++] = p;
     return p;
+}
+
+/* 0, or which of the two kept us from having `what`. */
+static int held(const struct run *r, const char *what, struct tow_err *err)
+{
+    if (r->no_memory) return tow_fail(err, TOW_ENOMEM, "eval: no memory for the %s", what);
+    if (r->no_answer) return tow_fail(err, TOW_EDEVICE, "eval: the device does not answer");
+    return 0;
 }
 
 /* ------------------------------------------------------------------ input */
@@ -169,7 +177,7 @@ static const void *fetch(struct run *r, const void *dev, int64_t bytes)
     struct kern_dev *d = model_peek_dev(r->m);
     if (kern_dev_host_memory(d)) return dev;
     void *to = hold(r, bytes, 1);
-    if (to && kern_stream_read(kern_dev_stream(d), to, dev, (size_t)bytes) < 0) r->no_memory = true;
+    if (to && kern_stream_read(kern_dev_stream(d), to, dev, (size_t)bytes) < 0) r->no_answer = true;
     return to;
 }
 
@@ -365,7 +373,7 @@ static int alloc_captures(struct run *r, struct tow_err *err)
     r->n_mtp = r->dump & CTL_DUMP_MTP ? (P < 4 ? (int32_t)P : 4) : 0;
     r->mtp_logits = hold(r, (int64_t)r->n_mtp * s->V, sizeof(float));
     r->last_streams = hold(r, (int64_t)s->hc * s->D, a);
-    return r->no_memory ? tow_fail(err, TOW_ENOMEM, "eval: no memory for the captures") : 0;
+    return held(r, "captures", err);
 }
 
 /* ------------------------------------------------------------------ passes */
@@ -620,7 +628,8 @@ static int put_state(struct run *r, struct tow_err *err)
         if (l->ratio > 0) put_compressor(r, &rc, err, i, false);
         if (kern_kv_overlaps(l->ratio)) put_compressor(r, &rc, err, i, true);
     }
-    return r->no_memory ? tow_fail(err, TOW_ENOMEM, "eval: no memory for the state") : rc;
+    const int lost = held(r, "state", err);
+    return lost < 0 ? lost : rc;
 }
 
 static int put_rest(struct run *r, struct tow_err *err)

@@ -196,6 +196,8 @@ static void select_lengths(enum kern_ik_fmt ik)
         double top = 0, err = 0;
         for (int32_t e = 0; e < n; e++) {
             const float *x = a.scores + i * a.ld, *y = b.scores + i * b.ld;
+            if (!isfinite(x[e]))
+                fail_msg("format %d, %d entries: score %g", (int)ik, n, (double)x[e]);
             top = fmax(top, fabs((double)y[e])), err = fmax(err, fabs((double)x[e] - (double)y[e]));
         }
         worst = fmax(worst, top > 0 ? err / top : 0);

@@ -28,7 +28,7 @@ static float rnd(struct op_run *r)
 static void *take(struct op_run *r, size_t bytes)
 {
     void *p = malloc(bytes ? bytes : 1);
-    if (!p || r->n_mem == 256) abort();
+    if (!p || r->n_mem == (int)(sizeof r->mem / sizeof *r->mem)) abort();
     return r->mem[r->n_mem++] = p;
 }
 /* rows x width of act, rows ld apart; gaps are NaN. */
