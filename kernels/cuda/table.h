@@ -9,9 +9,12 @@ extern const struct kern_ops kern_cuda;
 /* Products of many rows with fp8 weights by wgmma, where there is: on. Only gemm_test and bench_gemm turn
  * it off, to compare bits and times. */
 extern int cuda_wide_products;
-/* Products of many pairs with 4-bit experts, likewise. tests/gpu/moe_test compares the bits. */
+/* Pairs an expert has on average from which products with 4-bit experts go by wgmma; 0: never. Tiles of
+ * fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the bits, bench_moe the
+ * times. */
 extern int cuda_wide_experts;
-/* Products of few rows begin to read weights while their rows are still being quantized; off until timed. */
+/* Products of few rows begin to read weights while their rows are still being quantized; off: it
+ * saves 1 to 2 us a product and has not been tried in a graph. */
 extern int cuda_early_products;
 
 #endif

@@ -453,8 +453,7 @@ bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct
     const bool widely = fmt == KERN_W_FP8 || fmt == KERN_W_BF16;
     const int columns = !widely || p->T <= 8 ? 8 : p->T <= 16 ? 16 : 32;
     const int64_t tiles = cuda_ceil(p->N, 64) * p->groups; /* of the product of many */
-    if (p->T <= 8) return true;
-    if (widely && p->T <= 16) return fmt == KERN_W_BF16 || tiles < 2 * s->n_sm;
+    if (p->T <= 8 || (widely && p->T <= 16)) return true;
     /* Narrow: larger tiles are too few to keep the machine busy. */
     if (cuda_ceil(p->N, ROWS) * p->groups * cuda_ceil(p->T, columns) <= 2 * s->n_sm) return true;
     return widely && p->T <= 32 && tiles < s->n_sm;

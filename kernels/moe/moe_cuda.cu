@@ -21,7 +21,7 @@ extern "C" {
 #include "kernels/cuda/table.h"
 }
 
-int cuda_wide_experts = 0;
+int cuda_wide_experts = 96;
 
 static const unsigned ALL = 0xffffffffu;
 enum { THREADS = 256, WARPS = THREADS / 32, PLAN_WARPS = 32 /* at most */ };
@@ -543,7 +543,10 @@ extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
     const bool two = p->aq == KERN_AQ_NVFP4; /* x by the scales of w1 and of w3, side by side */
     int32_t tokens = mean <= 4 || (two && s->arch != 90) ? 8 : 32; /* 99 KiB there */
     if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90)
-        tokens = cuda_wide_experts && tiled && p->D % 8 == 0 && p->I % 8 == 0 ? MOE_WIDE : 128;
+        tokens = cuda_wide_experts && mean >= cuda_wide_experts && tiled && p->D % 8 == 0 &&
+                         p->I % 8 == 0
+                     ? MOE_WIDE
+                     : 128;
     struct moe_plan plan;
     int rc = make_plan(s, p, tokens, &plan);
     if (rc < 0) return rc;
