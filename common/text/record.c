@@ -305,7 +305,7 @@ static void read_sampling(struct reader *p, const struct json *root)
         wrong(p, "sampling: expected an object, found %s", o ? json_type_name(o) : "nothing");
     if (p->rc < 0) return;
     r->temperature = real(p, o, "temperature", 0, 1000);
-    r->top_p = real(p, o, "top_p", 1e-9, 1);
+    r->top_p = real(p, o, "top_p", 0, 1); /* a request's 0 stands here as the least float */
     r->min_p = real(p, o, "min_p", 0, 1);
     r->frequency_penalty = real(p, o, "frequency_penalty", -100, 100);
     r->presence_penalty = real(p, o, "presence_penalty", -100, 100);
