@@ -111,7 +111,7 @@ static void put_choice(struct tow_buf *b, const struct text_record_choice *c)
 
 void text_record_put(struct tow_buf *b, const struct text_record *r)
 {
-    tow_buf_printf(b, "{\"towpath_record\": %d, ", TEXT_RECORD_VERSION);
+    tow_buf_printf(b, TEXT_RECORD_BEGINS " %d, ", TEXT_RECORD_VERSION);
     put_text(b, "id", r->id);
     tow_buf_printf(b, ", \"created\": %" PRIu64 ", ", r->created);
     put_text(b, "model", r->model);
