@@ -27,6 +27,9 @@ int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct
 {
     if (strncmp(spec, "mirror:", 7) == 0) {
         struct kern_dev *inner;
+        if (strncmp(spec + 7, "mirror:", 7) == 0)
+            return tow_fail(err, TOW_EINVAL, "device \"%s\": a mirror is of \"cpu\" or \"cuda:N\"",
+                            spec);
         int rc = kern_dev_open(&inner, spec + 7, n_threads, err);
         if (rc < 0) return rc;
         rc = kern_dev_open_mirror(out, inner, err);
@@ -71,6 +74,10 @@ int kern_dev_threads(const struct kern_dev *dev)
 const char *kern_dev_isa(const struct kern_dev *dev)
 {
     return of(dev)->isa(dev);
+}
+const char *kern_dev_why(const struct kern_dev *dev)
+{
+    return of(dev)->why ? of(dev)->why(dev) : "";
 }
 bool kern_dev_host_memory(const struct kern_dev *dev)
 {

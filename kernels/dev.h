@@ -34,6 +34,7 @@ const struct kern_ops *kern_dev_ops(const struct kern_dev *dev);
 struct kern_stream *kern_dev_stream(struct kern_dev *dev);
 int kern_dev_threads(const struct kern_dev *dev);      /* CUDA: 1 */
 const char *kern_dev_isa(const struct kern_dev *dev);  /* "amx" "avx512" "avx2" "c"; "sm_90" ... */
+const char *kern_dev_why(const struct kern_dev *dev);  /* the last op's error in words, or "" */
 bool kern_dev_host_memory(const struct kern_dev *dev); /* the CPU may read and write it directly */
 
 /* Bytes of device memory that can still be taken; 0 where it is host memory. */

@@ -17,6 +17,7 @@ struct kern_backend {
     struct kern_stream *(*stream)(struct kern_dev *dev);
     int (*threads)(const struct kern_dev *dev);
     const char *(*isa)(const struct kern_dev *dev);
+    const char *(*why)(const struct kern_dev *dev);     /* NULL: codes say enough */
     uint64_t (*free_bytes)(const struct kern_dev *dev); /* NULL: host memory */
     void *(*alloc)(struct kern_dev *dev, size_t bytes);
     void (*free)(struct kern_dev *dev, void *p);

@@ -54,6 +54,7 @@ struct kern_dev {
     size_t n_placed, room_placed;
     struct kern_seq seqs[MAX_SEQS];
     int rc; /* of the call */
+    char why[80];
 };
 
 static const struct memory *memory_of(const struct kern_dev *m, const void *p)
@@ -84,6 +85,7 @@ static void begin(struct kern_dev *m)
     m->n_spans = m->at_chunk = 0;
     m->used = 0;
     m->rc = 0;
+    m->why[0] = 0;
 }
 
 static uint8_t *take(struct kern_dev *m, size_t bytes)
@@ -161,7 +163,8 @@ static int end(struct kern_dev *m)
         if (m->rc == 0) m->rc = kern_stream_read(m->s, guard, x->dev + x->bytes, GUARD);
         for (int k = 0; k < GUARD && m->rc == 0; k++)
             if (guard[k] != 0x5a) {
-                fprintf(stderr, "mirror: an op wrote byte %d behind a span of %zu\n", k, x->bytes);
+                snprintf(m->why, sizeof m->why, "mirror: an op wrote byte %d behind a span of %zu",
+                         k, x->bytes);
                 m->rc = TOW_EDEVICE;
             }
     }
@@ -224,7 +227,7 @@ static void *pool(struct kern_dev *m, const void *pages, bool written)
     if (!pages) return NULL;
     const struct memory *x = memory_of(m, pages);
     if (!x) {
-        fprintf(stderr, "mirror: a page pool of unknown size\n");
+        snprintf(m->why, sizeof m->why, "mirror: a page pool of unknown size");
         m->rc = TOW_EINVAL;
         return NULL;
     }
@@ -525,6 +528,10 @@ static const char *isa_of(const struct kern_dev *m)
 {
     return kern_dev_isa(m->inner);
 }
+static const char *why_of(const struct kern_dev *m)
+{
+    return m->why;
+}
 static void use_inner(struct kern_dev *m)
 {
     kern_dev_use(m->inner);
@@ -567,6 +574,7 @@ static const struct kern_backend mirror_backend = {.ops = &mirror_ops,
                                                    .stream = stream_of,
                                                    .threads = threads_of,
                                                    .isa = isa_of,
+                                                   .why = why_of,
                                                    .alloc = alloc_host,
                                                    .free = free_host,
                                                    .sync = sync_none,

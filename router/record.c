@@ -4,7 +4,12 @@
  *                 +-- nothing to keep, no memory --> freed         (loop)      (pool)
  *
  * A record takes its copy of the prompts when the request ends: until then they lie in the
- * request's arena, and outputs grow here. The list of files belongs to the write that runs.
+ * request's arena, and outputs grow here. The open folder and the list of its files belong to the
+ * write that runs.
+ *
+ * The folder is held open, and locked by a file in it. Before each write its path is looked at: an
+ * operator may have moved it away, removed it or mounted something over it, and what was held open
+ * would then take records that nobody finds.
  */
 #include "router/record.h"
 
@@ -23,11 +28,19 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 #include <uv.h>
 
-enum { NAME = TEXT_RECORD_MAX_ID + 8, SAY_AGAIN_S = 60, MAX_FILES_READ = 4 << 20 };
+enum {
+    NAME = TEXT_RECORD_MAX_ID + 8,
+    SAY_AGAIN_S = 60,
+    MAX_FILES_READ = 4 << 20,
+    PROBE_BYTES = 4096
+};
+
+static const char lock_name[] = ".lock", probe_name[] = ".probe.tmp";
 
 struct file {
     char name[NAME];
@@ -66,8 +79,8 @@ enum outcome { WRITTEN, TOO_LARGE, FAILED };
 struct rtr_recorder {
     struct uv_loop_s *loop; /* borrowed */
     struct rtr_backend inner;
-    void *inner_self; /* borrowed */
-    int dir_fd;
+    void *inner_self;    /* borrowed */
+    int dir_fd, lock_fd; /* -1: no folder is open */
     uint32_t mode, max_requests, n_vocab, n_eos;
     uint64_t max_bytes;
     char *dir, *model; /* owned */
@@ -113,13 +126,29 @@ int rtr_record_mode(const char *text, const char *what, uint32_t *mode, struct t
 
 /* ------------------------------------------------------------------ files (pool thread) */
 
+/* A regular file that begins as records do; *st is then filled. Nothing else in the folder is
+ * counted or removed, whatever its name. */
+static bool is_record(const struct rtr_recorder *r, const char *name, struct stat *st)
+{
+    char begins[sizeof TEXT_RECORD_BEGINS - 1];
+    int fd = openat(r->dir_fd, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    if (fd < 0) return false;
+    bool is = fstat(fd, st) == 0 && S_ISREG(st->st_mode) &&
+              pread(fd, begins, sizeof begins, 0) == (ssize_t)sizeof begins &&
+              memcmp(begins, TEXT_RECORD_BEGINS, sizeof begins) == 0;
+    close(fd);
+    return is;
+}
+
 static void drop_oldest(struct rtr_recorder *r)
 {
     const struct file *f = &r->files[r->first++];
-    if (unlinkat(r->dir_fd, f->name, 0) < 0 && errno != ENOENT)
-        tow_warn("--record-dir %s: %s cannot be removed: %m", r->dir, f->name);
+    struct stat st;
     r->files_bytes -= f->bytes;
     r->n_files--;
+    if (!is_record(r, f->name, &st)) return; /* somebody took it away, or put another there */
+    if (unlinkat(r->dir_fd, f->name, 0) < 0)
+        tow_warn("--record-dir %s: %s cannot be removed: %m", r->dir, f->name);
     r->n_removed++;
 }
 
@@ -159,22 +188,162 @@ static bool write_all(int fd, const char *at, size_t n)
 }
 
 /* A new file of our mode with these bytes, or none. */
+static int write_new(struct rtr_recorder *r, const char *name, const char *bytes, size_t n,
+                     bool sync, struct tow_err *err)
+{
+    unlinkat(r->dir_fd, name, 0); /* of a run that was killed */
+    int fd = openat(r->dir_fd, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (fd < 0) return tow_fail(err, TOW_EIO, "--record-dir %s: %s: %m", r->dir, name);
+    /* fchmod: the umask has no say. */
+    bool good = fchmod(fd, r->mode) == 0 && write_all(fd, bytes, n) && (!sync || fsync(fd) == 0);
+    int why = errno;
+    if (close(fd) < 0 && good) good = false, why = errno;
+    if (good) return 0;
+    unlinkat(r->dir_fd, name, 0);
+    return tow_fail(err, TOW_EIO, "--record-dir %s: %s: %s", r->dir, name, strerror(why));
+}
+
 static int write_file(struct rtr_recorder *r, const char *name, const char *bytes, size_t n,
                       struct tow_err *err)
 {
     char tmp[NAME + 8];
     snprintf(tmp, sizeof tmp, ".%s.tmp", name);
-    unlinkat(r->dir_fd, tmp, 0); /* of a run that was killed */
-    int fd = openat(r->dir_fd, tmp, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (fd < 0) return tow_fail(err, TOW_EIO, "--record-dir %s: %s: %m", r->dir, tmp);
-    /* fchmod: the umask has no say. */
-    bool good = fchmod(fd, r->mode) == 0 && write_all(fd, bytes, n);
-    int why = errno;
-    if (close(fd) < 0 && good) good = false, why = errno;
-    if (good && renameat(r->dir_fd, tmp, r->dir_fd, name) == 0) return 0;
-    if (good) why = errno;
+    int rc = write_new(r, tmp, bytes, n, false, err);
+    if (rc < 0 || renameat(r->dir_fd, tmp, r->dir_fd, name) == 0) return rc;
+    rc = tow_fail(err, TOW_EIO, "--record-dir %s: %s: %m", r->dir, name);
     unlinkat(r->dir_fd, tmp, 0);
-    return tow_fail(err, TOW_EIO, "--record-dir %s: %s: %s", r->dir, name, strerror(why));
+    return rc;
+}
+
+/* chatcmpl-... or cmpl-..., and what follows. */
+static bool is_ours(const char *name, const char *suffix)
+{
+    char id[TEXT_RECORD_MAX_ID + 1];
+    const size_t n = strlen(name), m = strlen(suffix);
+    if (n <= m || n - m > TEXT_RECORD_MAX_ID || strcmp(name + n - m, suffix) != 0) return false;
+    snprintf(id, sizeof id, "%.*s", (int)(n - m), name);
+    return text_record_id_ok(id) && (!strncmp(id, "chatcmpl-", 9) || !strncmp(id, "cmpl-", 5));
+}
+
+static int by_age(const void *a, const void *b)
+{
+    const struct file *x = a, *y = b;
+    if (x->changed_ns != y->changed_ns) return x->changed_ns < y->changed_ns ? -1 : 1;
+    return strcmp(x->name, y->name);
+}
+
+/* Files of earlier runs count; what a killed run left half written goes. */
+static int take_over(struct rtr_recorder *r, struct tow_err *err)
+{
+    int fd = openat(r->dir_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    if (!d) {
+        if (fd >= 0) close(fd);
+        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be read: %m", r->dir);
+    }
+    int rc = 0;
+    for (const struct dirent *e; rc == 0 && (e = readdir(d));) {
+        struct stat st;
+        if (e->d_name[0] == '.' && is_ours(e->d_name + 1, TEXT_RECORD_SUFFIX ".tmp") &&
+            is_record(r, e->d_name, &st))
+            unlinkat(r->dir_fd, e->d_name, 0);
+        if (!is_ours(e->d_name, TEXT_RECORD_SUFFIX) || !is_record(r, e->d_name, &st)) continue;
+        if (r->n_files == MAX_FILES_READ)
+            rc = tow_fail(err, TOW_ECONFIG, "--record-dir %s: more than %d records", r->dir,
+                          MAX_FILES_READ);
+        else if ((rc = keep(r, e->d_name, (uint64_t)st.st_size)) < 0)
+            tow_fail(err, rc, "--record-dir %s: out of memory", r->dir);
+        else
+            r->files[r->n_files - 1].changed_ns =
+                (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec;
+    }
+    closedir(d);
+    if (rc == 0 && r->n_files > 0) qsort(r->files, r->n_files, sizeof *r->files, by_age);
+    if (rc == 0) make_room(r, 0, 0);
+    return rc;
+}
+
+/* *fd is -1 or the caller's, whatever comes back. */
+static int open_checked(const char *dir, int *fd, struct tow_err *err)
+{
+    struct stat st;
+    *fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (*fd < 0 || fstat(*fd, &st) < 0)
+        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: %m", dir);
+    if (st.st_uid != geteuid() && st.st_uid != 0)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--record-dir %s: belongs to user %u; must belong to root or to user %u, "
+                        "whom the router runs as",
+                        dir, (unsigned)st.st_uid, (unsigned)geteuid());
+    if (st.st_mode & 0022)
+        return tow_fail(
+            err, TOW_ECONFIG, "--record-dir %s: mode %04o: %s may write there; 0700 is meant", dir,
+            (unsigned)st.st_mode & 07777, st.st_mode & 0002 ? "everybody" : "its group");
+    return 0;
+}
+
+static void close_dir(struct rtr_recorder *r)
+{
+    if (r->lock_fd >= 0) close(r->lock_fd);
+    if (r->dir_fd >= 0) close(r->dir_fd);
+    r->lock_fd = r->dir_fd = -1;
+    r->first = r->n_files = 0;
+    r->files_bytes = 0;
+}
+
+/* The lock goes with the process, however it ends. */
+static int lock_dir(struct rtr_recorder *r, struct tow_err *err)
+{
+    r->lock_fd = openat(r->dir_fd, lock_name,
+                        O_RDWR | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC, 0600);
+    if (r->lock_fd >= 0 && flock(r->lock_fd, LOCK_EX | LOCK_NB) == 0) return 0;
+    if (r->lock_fd >= 0 && errno == EWOULDBLOCK)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--record-dir %s: another router records there (%s is locked); each needs "
+                        "a folder of its own",
+                        r->dir, lock_name);
+    return tow_fail(err, TOW_ECONFIG, "--record-dir %s: %s: %m", r->dir, lock_name);
+}
+
+/* Nothing is open before; nor is it after a failure. */
+static int open_dir(struct rtr_recorder *r, struct tow_err *err)
+{
+    static const char probe[PROBE_BYTES];
+    int rc = open_checked(r->dir, &r->dir_fd, err);
+    if (rc == 0) rc = lock_dir(r, err);
+    if (rc == 0 && write_new(r, probe_name, probe, sizeof probe, true, err) < 0)
+        rc = err->code = TOW_ECONFIG;
+    if (rc == 0) {
+        unlinkat(r->dir_fd, probe_name, 0);
+        rc = take_over(r, err);
+    }
+    if (rc < 0) close_dir(r);
+    return rc;
+}
+
+/* Another folder than the open one may stand under its name by now, or none. It is not made again:
+ * what is missing may be a volume. */
+static int follow_dir(struct rtr_recorder *r, struct tow_err *err)
+{
+    struct stat named, held;
+    const bool there = stat(r->dir, &named) == 0;
+    if (there && r->dir_fd >= 0 && fstat(r->dir_fd, &held) == 0 && named.st_ino == held.st_ino &&
+        named.st_dev == held.st_dev)
+        return 0;
+    const int why = errno;
+    close_dir(r);
+    if (!there && why == ENOENT)
+        return tow_fail(err, TOW_EIO,
+                        "--record-dir %s: the folder is gone; recording goes on once it is made "
+                        "again",
+                        r->dir);
+    if (!there) return tow_fail(err, TOW_EIO, "--record-dir %s: %s", r->dir, strerror(why));
+    int rc = open_dir(r, err);
+    if (rc == 0)
+        tow_warn("--record-dir %s: another folder stands there now; recording goes on in it, %u "
+                 "records were there",
+                 r->dir, r->n_files);
+    return rc;
 }
 
 static void write_now(uv_work_t *work)
@@ -186,6 +355,8 @@ static void write_now(uv_work_t *work)
     text_record_put(&b, &r->now->record);
     if (tow_buf_failed(&b) || b.len > r->max_bytes) {
         r->outcome = TOO_LARGE;
+    } else if (follow_dir(r, &r->error) < 0) {
+        r->outcome = FAILED;
     } else {
         make_room(r, 1, b.len);
         snprintf(name, sizeof name, "%s" TEXT_RECORD_SUFFIX, r->now->record.id);
@@ -543,69 +714,6 @@ const struct rtr_backend rtr_recorder_backend = {.room = room,
 
 /* ------------------------------------------------------------------ opening */
 
-/* chatcmpl-... or cmpl-..., and what follows. */
-static bool is_ours(const char *name, const char *suffix)
-{
-    char id[TEXT_RECORD_MAX_ID + 1];
-    const size_t n = strlen(name), m = strlen(suffix);
-    if (n <= m || n - m > TEXT_RECORD_MAX_ID || strcmp(name + n - m, suffix) != 0) return false;
-    snprintf(id, sizeof id, "%.*s", (int)(n - m), name);
-    return text_record_id_ok(id) && (!strncmp(id, "chatcmpl-", 9) || !strncmp(id, "cmpl-", 5));
-}
-
-static int by_age(const void *a, const void *b)
-{
-    const struct file *x = a, *y = b;
-    if (x->changed_ns != y->changed_ns) return x->changed_ns < y->changed_ns ? -1 : 1;
-    return strcmp(x->name, y->name);
-}
-
-/* Files of earlier runs count; what a killed run left half written goes. */
-static int take_over(struct rtr_recorder *r, struct tow_err *err)
-{
-    int fd = openat(r->dir_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    DIR *d = fd < 0 ? NULL : fdopendir(fd);
-    if (!d) {
-        if (fd >= 0) close(fd);
-        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be read: %m", r->dir);
-    }
-    int rc = 0;
-    for (const struct dirent *e; rc == 0 && (e = readdir(d));) {
-        struct stat st;
-        if (e->d_name[0] == '.' && is_ours(e->d_name + 1, TEXT_RECORD_SUFFIX ".tmp"))
-            unlinkat(r->dir_fd, e->d_name, 0);
-        if (!is_ours(e->d_name, TEXT_RECORD_SUFFIX) ||
-            fstatat(r->dir_fd, e->d_name, &st, AT_SYMLINK_NOFOLLOW) < 0 || !S_ISREG(st.st_mode))
-            continue;
-        if (r->n_files == MAX_FILES_READ)
-            rc = tow_fail(err, TOW_ECONFIG, "--record-dir %s: more than %d records", r->dir,
-                          MAX_FILES_READ);
-        else if ((rc = keep(r, e->d_name, (uint64_t)st.st_size)) < 0)
-            tow_fail(err, rc, "--record-dir %s: out of memory", r->dir);
-        else
-            r->files[r->n_files - 1].changed_ns =
-                (int64_t)st.st_mtim.tv_sec * 1000000000 + st.st_mtim.tv_nsec;
-    }
-    closedir(d);
-    if (rc == 0 && r->n_files > 0) qsort(r->files, r->n_files, sizeof *r->files, by_age);
-    if (rc == 0) make_room(r, 0, 0);
-    return rc;
-}
-
-/* *fd is -1 or the caller's, whatever comes back. */
-static int open_checked(const char *dir, int *fd, struct tow_err *err)
-{
-    struct stat st;
-    *fd = open(dir, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (*fd < 0 || fstat(*fd, &st) < 0)
-        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: %m", dir);
-    if (st.st_mode & 0002)
-        return tow_fail(err, TOW_ECONFIG,
-                        "--record-dir %s: mode %04o: everybody may write there; 0700 is meant", dir,
-                        (unsigned)st.st_mode & 07777);
-    return 0;
-}
-
 int rtr_record_check_dir(const char *dir, struct tow_err *err)
 {
     int fd = -1, rc = 0;
@@ -623,18 +731,6 @@ int rtr_record_check_dir(const char *dir, struct tow_err *err)
         rc = tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be written to: %m", dir);
     if (fd >= 0) close(fd);
     return rc;
-}
-
-static int open_dir(struct rtr_recorder *r, struct tow_err *err)
-{
-    if (mkdir(r->dir, 0700) < 0 && errno != EEXIST)
-        return tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be made: %m", r->dir);
-    int rc = open_checked(r->dir, &r->dir_fd, err);
-    if (rc < 0) return rc;
-    rc = write_file(r, "cmpl-probe" TEXT_RECORD_SUFFIX, "", 0, err);
-    if (rc < 0) return err->code = TOW_ECONFIG;
-    unlinkat(r->dir_fd, "cmpl-probe" TEXT_RECORD_SUFFIX, 0);
-    return 0;
 }
 
 static void register_metrics(struct rtr_recorder *r, struct tow_metrics *m)
@@ -663,7 +759,7 @@ int rtr_recorder_open(struct rtr_recorder **out, struct uv_loop_s *loop,
     r->loop = loop;
     r->inner = *c->inner;
     r->inner_self = c->inner_self;
-    r->dir_fd = -1;
+    r->dir_fd = r->lock_fd = -1;
     r->mode = c->mode;
     r->max_bytes = c->max_bytes;
     r->max_requests = c->max_requests;
@@ -673,9 +769,12 @@ int rtr_recorder_open(struct rtr_recorder **out, struct uv_loop_s *loop,
     r->dir = strdup(c->dir);
     r->model = strdup(c->model);
     r->eos = tow_copy(c->eos, c->n_eos * sizeof *c->eos, &good);
-    int rc = r->dir && r->model && good ? open_dir(r, err)
-                                        : tow_fail(err, TOW_ENOMEM, "recorder: out of memory");
-    if (rc == 0) rc = take_over(r, err);
+    int rc = 0;
+    if (!r->dir || !r->model || !good)
+        rc = tow_fail(err, TOW_ENOMEM, "recorder: out of memory");
+    else if (mkdir(r->dir, 0700) < 0 && errno != EEXIST)
+        rc = tow_fail(err, TOW_ECONFIG, "--record-dir %s: cannot be made: %m", r->dir);
+    if (rc == 0) rc = open_dir(r, err);
     if (rc < 0) {
         rtr_recorder_free(r);
         return rc;
@@ -689,7 +788,7 @@ void rtr_recorder_free(struct rtr_recorder *r)
 {
     if (!r) return;
     tow_assert(!r->writing && tow_list_empty(&r->queue));
-    if (r->dir_fd >= 0) close(r->dir_fd);
+    close_dir(r);
     free(r->files);
     free(r->dir);
     free(r->model);

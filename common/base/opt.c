@@ -7,6 +7,7 @@
 #include "common/base/buf.h"
 #include "common/base/err.h"
 
+#include <arpa/inet.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <inttypes.h>
@@ -248,13 +249,44 @@ int tow_bytes_parse(const char *text, const char *what, uint64_t *out, struct to
     return 0;
 }
 
+/* A dotted quad, or a name: labels of letters, digits, '-' and '_', the last one no number (which
+ * resolvers take for an address in octal or in fewer parts). */
+static bool host_ok(const char *host)
+{
+    static const char label[] = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_";
+    struct in_addr v4;
+    if (inet_pton(AF_INET, host, &v4) == 1) return true;
+    for (const char *p = host;; p++) {
+        const size_t n = strspn(p, label);
+        if (n == 0 || *p == '-') return false;
+        if (p[n] == 0)
+            return strspn(p, "0123456789") < n && strncmp(p, "0x", 2) != 0 &&
+                   strncmp(p, "0X", 2) != 0;
+        p += n;
+        if (*p != '.') return false;
+    }
+}
+
+/* With a zone, perhaps: "fe80::1%eth0". */
+static bool host6_ok(const char *host)
+{
+    char number[INET6_ADDRSTRLEN];
+    struct in6_addr v6;
+    const size_t n = strcspn(host, "%");
+    if (n >= sizeof number || (host[n] && !host[n + 1])) return false;
+    memcpy(number, host, n);
+    number[n] = 0;
+    return inet_pton(AF_INET6, number, &v6) == 1;
+}
+
 int tow_addr_parse(const char *text, const char *what, struct tow_addr *out, struct tow_err *err)
 {
     const char *colon = strrchr(text, ':');
     const char *host = text;
     size_t len = colon ? (size_t)(colon - text) : 0;
     bool ok = colon && len > 0;
-    if (ok && *host == '[') { /* [::1]:8000 */
+    const bool v6 = ok && *host == '[';
+    if (v6) { /* [::1]:8000 */
         ok = len > 2 && host[len - 1] == ']';
         host++;
         len -= 2;
@@ -272,13 +304,19 @@ int tow_addr_parse(const char *text, const char *what, struct tow_addr *out, str
         ok = ok && port <= 65535;
     }
     for (size_t i = 0; ok && i < len; i++) ok = (unsigned char)host[i] > ' ' && host[i] != '/';
-    if (!ok || len >= sizeof out->host)
+    char name[sizeof out->host];
+    ok = ok && len < sizeof name;
+    if (ok) {
+        memcpy(name, host, len);
+        name[len] = 0;
+        ok = v6 ? host6_ok(name) : host_ok(name);
+    }
+    if (!ok)
         return tow_fail(err, TOW_ECONFIG,
                         "%s: '%.100s' is not right; must be ADDR:PORT, like 127.0.0.1:8000 or "
                         "[::1]:8000, with a port of 0 to 65535",
                         what, text);
-    memcpy(out->host, host, len);
-    out->host[len] = 0;
+    memcpy(out->host, name, len + 1);
     out->port = (uint16_t)port;
     return 0;
 }

@@ -859,7 +859,10 @@ static int finish(struct pass *p, struct tow_err *err)
 {
     if (p->rc == 0) p->rc = kern_stream_sync(p->m->stream);
     (void)kern_stream_batch(p->m->stream, NULL, 0);
-    if (p->rc < 0) return tow_fail(err, p->rc, "forward pass: %s", tow_err_text(p->rc));
+    const char *why = kern_dev_why(p->m->dev);
+    if (p->rc < 0)
+        return tow_fail(err, p->rc, "forward pass: %s%s%s", tow_err_text(p->rc), *why ? ": " : "",
+                        why);
     return 0;
 }
 

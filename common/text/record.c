@@ -111,7 +111,7 @@ static void put_choice(struct tow_buf *b, const struct text_record_choice *c)
 
 void text_record_put(struct tow_buf *b, const struct text_record *r)
 {
-    tow_buf_printf(b, "{\"towpath_record\": %d, ", TEXT_RECORD_VERSION);
+    tow_buf_printf(b, TEXT_RECORD_BEGINS " %d, ", TEXT_RECORD_VERSION);
     put_text(b, "id", r->id);
     tow_buf_printf(b, ", \"created\": %" PRIu64 ", ", r->created);
     put_text(b, "model", r->model);
@@ -305,7 +305,7 @@ static void read_sampling(struct reader *p, const struct json *root)
         wrong(p, "sampling: expected an object, found %s", o ? json_type_name(o) : "nothing");
     if (p->rc < 0) return;
     r->temperature = real(p, o, "temperature", 0, 1000);
-    r->top_p = real(p, o, "top_p", 1e-9, 1);
+    r->top_p = real(p, o, "top_p", 0, 1); /* a request's 0 stands here as the least float */
     r->min_p = real(p, o, "min_p", 0, 1);
     r->frequency_penalty = real(p, o, "frequency_penalty", -100, 100);
     r->presence_penalty = real(p, o, "presence_penalty", -100, 100);

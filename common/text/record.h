@@ -85,6 +85,9 @@ struct text_record {
 
 void text_record_fini(struct text_record *r); /* of a zeroed one is fine */
 /* Appends it; tow_buf_failed() says that it was too long or memory ran out. */
+/* What every record begins with: by it a file is told from others of such a name. */
+#define TEXT_RECORD_BEGINS "{\"towpath_record\":"
+
 void text_record_put(struct tow_buf *b, const struct text_record *r);
 
 /* Any bytes give a record, to be ended with text_record_fini(), or an error with *out untouched:

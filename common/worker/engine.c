@@ -80,6 +80,8 @@ static void run(struct work_engine *e, struct work_step *step)
                             .n_pages = work_cache_capacity(e->cache)};
     step->rc = tow_fault("engine.step") ? tow_fail(step->err, TOW_EDEVICE, "engine: injected fault")
                                         : move_cache(e, step, false);
+    if (step->rc == 0 && tow_fault("engine.memory"))
+        step->rc = tow_fail(step->err, TOW_ENOMEM, "engine: injected lack of memory");
     if (step->rc == 0) step->rc = model_forward(e->model, &b, step->err);
     if (step->rc == 0) step->rc = move_cache(e, step, true);
     if (step->rc < 0) return;

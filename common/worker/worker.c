@@ -36,7 +36,8 @@ enum {
     MAX_FACTS = 24,
     MAX_DROPS = 64,
     LEAVE_MS = 500,
-    PROBE_MS = 2000
+    PROBE_MS = 2000,
+    MAX_FAILED_STEPS = 3 /* then it is no request's fault */
 };
 
 /* One router this worker joins. */
@@ -74,6 +75,7 @@ struct work_own {
     uint64_t relinking;     /* the incarnation to come; 0: the link is not being made anew */
     struct work_step probe; /* an empty step for an idle engine */
     bool probing;
+    int n_failed_steps;     /* in a row; MAX_FAILED_STEPS of them end the worker */
     uint64_t probe_ms; /* when the last one went */
     double tokens_per_s;
     struct drop {
@@ -606,9 +608,13 @@ static void on_engine_wake(void *arg)
     struct work *w = arg;
     struct work_step *step;
     while ((step = work_engine_done(w->engine))) {
-        if (step == &w->own->probe)
+        if (step == &w->own->probe) {
             w->own->probing = false;
-        else if (step->rc < 0 && tow_err_scope(step->rc) == TOW_SCOPE_PROCESS)
+            continue;
+        }
+        w->own->n_failed_steps = step->rc < 0 ? w->own->n_failed_steps + 1 : 0;
+        if (step->rc < 0 && (tow_err_scope(step->rc) == TOW_SCOPE_PROCESS ||
+                             w->own->n_failed_steps == MAX_FAILED_STEPS))
             work_die(w, step->err);
         else
             w->role->on_stepped(w->own->self, step);
@@ -999,6 +1005,10 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",
                                                         256, &o->token, err)) < 0)
         return rc;
+    if (!strncmp(w->set.engine.device, "mirror:", 7)) /* it knows no pages of a transport */
+        return tow_fail(err, TOW_ECONFIG,
+                        "--device %s: a worker runs on \"cpu\" or \"cuda:N\"; mirror: is for towpath-ctl",
+                        w->set.engine.device);
     struct kern_dev *dev = NULL; /* a device that cannot be is told before a checkpoint is read */
     if ((rc = kern_dev_open(&dev, w->set.engine.device, 1, err)) < 0) return rc;
     kern_dev_close(dev);

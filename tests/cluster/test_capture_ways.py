@@ -151,6 +151,7 @@ def test_refusals(build):
                                ({"spans": SPAN, "layers": [3]}, ["index_capture.layers", "2, 4, 6"]),
                                ({"spans": SPAN, "shadow": ["fp2"]}, ["index_capture.shadow"]),
                                ({"spans": SPAN, "steps": "last"}, ["index_capture.steps"]),
+                               ({"spans": SPAN, "stpes": "all"}, ["index_capture", "stpes", "max_steps"]),
                                ({"spans": SPAN, "max_steps": 0}, ["index_capture.max_steps"])):
             assert refused(c, capture, *parts)["code"] == "invalid_index_capture", capture
         refused(c, {"spans": SPAN}, "index_capture", n=2)

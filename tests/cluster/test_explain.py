@@ -49,7 +49,7 @@ def record_of(cluster, request_id):
 
 
 def files(cluster):
-    return sorted(os.listdir(folder_of(cluster)))
+    return sorted(name for name in os.listdir(folder_of(cluster)) if name != ".lock")
 
 
 def is_what_was_sent(cluster, stream, record):
@@ -205,7 +205,7 @@ def test_records_are_bounded(build):
         with open(os.path.join(folder_of(c), "notes.json"), "w") as f:
             f.write("not a record\n")
         with open(os.path.join(folder_of(c), ".cmpl-0.json.tmp"), "w") as f:
-            f.write("half")  # as a killed run leaves it
+            f.write('{"towpath_record": 1, "id"')  # as a killed run leaves it
         size = os.path.getsize(os.path.join(folder_of(c), last + ".json"))
         c.router.kill()
         c.router.argv += ["--record-max-bytes", str(max(4096, 2 * size + size // 2))]
@@ -220,12 +220,16 @@ def test_records_are_bounded(build):
         assert c.metric("router_record_bytes") <= max(4096, 2 * size + size // 2)
 
         # Without its folder nothing can be kept; requests go on.
-        for name in now:
+        for name in os.listdir(folder_of(c)):
             os.unlink(os.path.join(folder_of(c), name))
         os.rmdir(folder_of(c))
         ask(c, 2)
         wait_for("two not recorded", lambda: c.metric("router_record_dropped_total", reason="failed") == 2)
-        c.router.wait_log("not recorded: --record-dir")
+        c.router.wait_log("the folder is gone")
+        os.mkdir(folder_of(c), 0o700)
+        again = ask(c, 2)
+        wait_for("recording to go on", lambda: c.metric("router_recorded_total") == 5)
+        assert again + ".json" in files(c) and c.metric("router_record_files") == 2
         c.wait_idle()
 
 
@@ -258,6 +262,8 @@ def test_wrong_settings(build):
         os.mkdir(os.path.join(c.dir, "open"))
         os.chmod(os.path.join(c.dir, "open"), 0o777)
         fails("everybody may write", "--record-dir", os.path.join(c.dir, "open"))
+        os.chmod(os.path.join(c.dir, "open"), 0o775)
+        fails("its group may write", "--record-dir", os.path.join(c.dir, "open"))
         fails("4K to", "--record-dir", here, "--record-max-bytes", "10")
     finally:
         c.close()

@@ -221,6 +221,8 @@ def test_bad_settings(build):
                                       ("decode", ["--kv-pages", "2", "--context-length", "65536"],
                                        ["--context-length 65536: ", "2 pages of 256 tokens hold 512"]),
                                       ("prefill", ["--kv-pages", "2000000000"], ["--kv-pages", "MiB"]),
+                                      ("decode", ["--device", "mirror:cpu"], ["--device mirror:cpu", "towpath-ctl"]),
+                                      ("prefill", ["--device", "mirror:cuda:0"], ["--device mirror:cuda:0", "cuda:N"]),
                                       ("decode", ["--index-keys", "f32"], ["--index-keys f32", "exact"]),
                                       ("router", ["--api-key-file", "/nowhere"], ["--api-key-file /nowhere"]),
                                       ("router", ["--api-key-file", "/dev/null"], ["--api-key-file /dev/null"]),

@@ -187,6 +187,20 @@ def test_failed_device(build):
         c.wait_idle()
 
 
+def test_every_pass_fails(build):
+    """A worker none of whose passes succeeds ends with the reason, and is not `starting` for ever; one that fails twice in a row goes on."""
+    with Cluster(build) as c:
+        for victim in c.workers:
+            victim.restart("--fault", "engine.memory=1:fail,engine.memory=2:fail")
+            c.wait_ready()
+            victim.restart("--fault", "engine.memory=1+:fail")
+            assert victim.wait(30) == 1
+            assert victim.log().strip().split("\n")[-1].endswith("injected lack of memory"), victim.log()
+            victim.restart()
+            c.wait_ready()
+        c.wait_idle()
+
+
 def test_transport_down(build):
     """OP-01 (4): the link dies under two healthy processes and cannot be made again: not ready, requests are told so; then it heals."""
     with Cluster(build, router=["--queue-timeout", str(int(2 * harness.SLACK))]) as c:
@@ -236,4 +250,5 @@ def test_worker_gone_deaf(build):
 
 if __name__ == "__main__":
     harness.main([test_failing_worker_is_left_out, test_failure_is_no_success, test_hung_engine, test_paused_while_idle,
-                  test_failed_device, test_transport_down, test_worker_gone_deaf], __doc__)
+                  test_failed_device, test_every_pass_fails, test_transport_down,
+                  test_worker_gone_deaf], __doc__)

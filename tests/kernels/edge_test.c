@@ -691,6 +691,9 @@ static void test_dev__bad_values_are_named(void **state)
     (void)state;
     assert_int_equal(kern_dev_open(&d, "tpu", 1, &err), TOW_EINVAL);
     assert_non_null(strstr(err.msg, "tpu"));
+    assert_int_equal(kern_dev_open(&d, "mirror:mirror:cpu", 1, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "mirror:mirror:cpu"));
+    assert_int_equal(kern_dev_open(&d, "mirror:", 1, &err), TOW_EINVAL);
     assert_int_equal(kern_dev_open(&d, "cpu", 257, &err), TOW_EINVAL);
     assert_non_null(strstr(err.msg, "256"));
     assert_int_equal(kern_dev_open(&d, "cpu", -1, &err), TOW_EINVAL);

@@ -243,6 +243,24 @@ static void test_tow_opt__values_out_of_range_name_flag_value_and_range(void **s
     refused("--model m --kv-dtype fp4", NULL, "'fp4'", "fp8|bf16|f32");
     refused("--model m --quiet=maybe", NULL, "'maybe'", "true|false");
     refused("--model m --http 8000", NULL, "'8000'", "ADDR:PORT");
+    static const char *const hosts[] = {"256.0.0.1", "0177.0.0.1", "127.1", "1",      "0x7f.1",
+                                        "[::g]",     "[1.2.3.4]",  "a..b",  "a.1",    "-a",
+                                        "a b",       "a.",         "[::1",  "[::1%]", "\xc3\xa9"};
+    for (size_t i = 0; i < sizeof hosts / sizeof *hosts; i++) {
+        char text[64];
+        struct tow_addr a;
+        snprintf(text, sizeof text, "%s:80", hosts[i]);
+        assert_int_equal(tow_addr_parse(text, "http", &a, &err), TOW_ECONFIG);
+        assert_non_null(strstr(err.msg, hosts[i]));
+    }
+    static const char *const good_hosts[] = {
+        "0.0.0.0", "localhost", "3f2a", "router_1", "p-0.svc.local", "[::]", "[fe80::1%eth0]"};
+    for (size_t i = 0; i < sizeof good_hosts / sizeof *good_hosts; i++) {
+        char text[64];
+        struct tow_addr a;
+        snprintf(text, sizeof text, "%s:80", good_hosts[i]);
+        assert_int_equal(tow_addr_parse(text, "http", &a, NULL), 0);
+    }
     refused("--model m --http ::1:8000", NULL, "'::1:8000'", "ADDR:PORT");
     refused("--model m --http a:65536", NULL, "'a:65536'", "65535");
     refused("--model m --http a:", NULL, "'a:'", "ADDR:PORT");

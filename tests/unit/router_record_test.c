@@ -11,8 +11,10 @@
 #include "router/record.h"
 
 #include <dirent.h>
+#include <signal.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -125,10 +127,10 @@ static void answer(const char *id)
 
 /* ------------------------------------------------------------------ around it */
 
-static void open_with(uint64_t max_bytes, uint32_t max_requests)
+static int try_open(struct rtr_recorder **out, uint64_t max_bytes, uint32_t max_requests,
+                    struct tow_err *err)
 {
     static const int32_t eos[] = {1};
-    struct tow_err err = {0};
     const struct rtr_record_config c = {.dir = records,
                                         .mode = 0640,
                                         .max_bytes = max_bytes,
@@ -139,7 +141,40 @@ static void open_with(uint64_t max_bytes, uint32_t max_requests)
                                         .n_eos = 1,
                                         .metrics = metrics,
                                         .inner = &inner};
-    if (rtr_recorder_open(&recorder, net_loop_uv(loop), &c, &err) < 0) fail_msg("%s", err.msg);
+    return rtr_recorder_open(out, net_loop_uv(loop), &c, err);
+}
+
+static void open_with(uint64_t max_bytes, uint32_t max_requests)
+{
+    struct tow_err err = {0};
+    if (try_open(&recorder, max_bytes, max_requests, &err) < 0) fail_msg("%s", err.msg);
+}
+
+/* The folder is refused with a line that has this in it, and nothing is left in it. */
+static void refuses(const char *said)
+{
+    struct rtr_recorder *none = NULL;
+    struct tow_err err = {0};
+    assert_int_equal(try_open(&none, 1 << 20, 3, &err), TOW_ECONFIG);
+    if (!strstr(err.msg, said)) fail_msg("'%s', expected '%s'", err.msg, said);
+}
+
+static void put(const char *name, const char *text)
+{
+    char path[200];
+    snprintf(path, sizeof path, "%s/%s", records, name);
+    FILE *f = fopen(path, "w");
+    assert_non_null(f);
+    assert_true(fputs(text, f) >= 0);
+    assert_int_equal(fclose(f), 0);
+}
+
+static bool is_there(const char *name)
+{
+    char path[200];
+    struct stat st;
+    snprintf(path, sizeof path, "%s/%s", records, name);
+    return lstat(path, &st) == 0;
 }
 
 static int set_up(void **state)
@@ -158,9 +193,9 @@ static int n_files(void)
 {
     DIR *d = opendir(records);
     int n = 0;
-    while (d && readdir(d)) n++;
+    for (const struct dirent *e; d && (e = readdir(d));) n += e->d_name[0] != '.';
     if (d) closedir(d);
-    return n - 2;
+    return n;
 }
 
 static int tear_down(void **state)
@@ -358,14 +393,123 @@ static void test_router_record__the_folder_is_bounded(void **state)
     assert_int_equal(n_files(), 0);
 }
 
+/* What is in the folder, then the folder. */
+static void remove_folder(void)
+{
+    char path[400];
+    DIR *d = opendir(records);
+    for (struct dirent *e; d && (e = readdir(d));) {
+        snprintf(path, sizeof path, "%s/%s", records, e->d_name);
+        unlink(path);
+    }
+    if (d) closedir(d);
+    assert_int_equal(rmdir(records), 0);
+}
+
 static void test_router_record__a_lost_folder_fails_no_request(void **state)
 {
     (void)state;
     open_with(1 << 20, 3);
-    assert_int_equal(rmdir(records), 0);
+    answer("cmpl-0");
+    until_recorded(1);
+    remove_folder();
     answer("cmpl-1");
     while (dropped("failed") == 0) net_loop_turn(loop, 1);
-    assert_int_equal(above.n_finished, 1);
+    assert_int_equal(above.n_finished, 2);
+    assert_int_equal(count("router_record_files"), 0);
+    assert_int_equal(count("router_record_bytes"), 0);
+
+    /* Made again, with the same checks and what is there taken over. */
+    assert_int_equal(mkdir(records, 0777), 0);
+    assert_int_equal(chmod(records, 0777), 0);
+    answer("cmpl-2");
+    while (dropped("failed") == 1) net_loop_turn(loop, 1);
+    assert_int_equal(n_files(), 0);
+    assert_int_equal(chmod(records, 0700), 0);
+    put("cmpl-old.json", TEXT_RECORD_BEGINS " 1}");
+    answer("cmpl-3");
+    until_recorded(2);
+    assert_true(is_there("cmpl-3.json") && is_there("cmpl-old.json"));
+    assert_int_equal(count("router_record_files"), 2);
+
+    /* Moved away with another in its place: none between the two goes astray. */
+    char aside[80];
+    snprintf(aside, sizeof aside, "%s/aside", dir);
+    assert_int_equal(rename(records, aside), 0);
+    assert_int_equal(mkdir(records, 0700), 0);
+    answer("cmpl-4");
+    until_recorded(3);
+    assert_true(is_there("cmpl-4.json"));
+    assert_int_equal(count("router_record_files"), 1);
+    remove_folder();
+    assert_int_equal(rename(aside, records), 0);
+    assert_false(is_there("cmpl-4.json"));
+}
+
+static void test_router_record__files_of_others_are_left_alone(void **state)
+{
+    static const char *const foreign[] = {"chatcmpl-my-notes1.json", "cmpl-probe.json",
+                                          "cmpl-empty.json", ".cmpl-mine.json.tmp", "notes.txt"};
+    char path[200];
+    (void)state;
+    assert_int_equal(mkdir(records, 0700), 0);
+    for (size_t i = 0; i < 5; i++) put(foreign[i], i == 2 ? "" : "{}");
+    put("cmpl-old1.json", TEXT_RECORD_BEGINS " 1}");
+    put("cmpl-old2.json", TEXT_RECORD_BEGINS " 1}");
+    put(".cmpl-half.json.tmp", TEXT_RECORD_BEGINS " 1");
+    snprintf(path, sizeof path, "%s/cmpl-link.json", records);
+    assert_int_equal(symlink("cmpl-old1.json", path), 0);
+    snprintf(path, sizeof path, "%s/cmpl-pipe.json", records);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    open_with(1 << 20, 2);
+    assert_int_equal(count("router_record_files"), 2);
+    assert_false(is_there(".cmpl-half.json.tmp"));
+    put("cmpl-old1.json", "{}"); /* by now somebody's own: no longer counted, not removed */
+    answer("cmpl-1");
+    until_recorded(1);
+    answer("cmpl-2");
+    until_recorded(2);
+    assert_int_equal(count("router_record_removed_total"), 1);
+    assert_true(is_there("cmpl-1.json") && is_there("cmpl-2.json"));
+    assert_true(is_there("cmpl-old1.json") && !is_there("cmpl-old2.json"));
+    assert_true(is_there("cmpl-link.json") && is_there("cmpl-pipe.json"));
+    for (size_t i = 0; i < 5; i++) assert_true(is_there(foreign[i]));
+}
+
+static void test_router_record__folders_that_are_refused(void **state)
+{
+    struct rlimit was, small;
+    struct tow_err err = {0};
+    (void)state;
+    /* A disk that is full shows in the first block, not in an empty file. */
+    assert_int_equal(mkdir(records, 0700), 0);
+    signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &was), 0);
+    small = was;
+    small.rlim_cur = 1000;
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+    refuses(".probe.tmp: File too large");
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &was), 0);
+    assert_false(is_there(".probe.tmp"));
+
+    assert_int_equal(chmod(records, 0770), 0);
+    refuses("mode 0770: its group may write there; 0700 is meant");
+    assert_int_equal(rtr_record_check_dir(records, &err), TOW_ECONFIG);
+    assert_int_equal(chmod(records, 0755), 0);
+
+    open_with(1 << 20, 3);
+    refuses("another router records there (.lock is locked)");
+    assert_int_equal(rtr_record_check_dir(records, &err), 0); /* of a running router as well */
+    rtr_recorder_free(recorder);
+    recorder = NULL;
+    open_with(1 << 20, 3);
+    rtr_recorder_free(recorder);
+    recorder = NULL;
+
+    if (geteuid() != 0) return; /* only root can give a folder away */
+    assert_int_equal(chown(records, 12345, 0), 0);
+    refuses("belongs to user 12345; must belong to root or to user 0");
+    assert_int_equal(chown(records, 0, 0), 0);
 }
 
 static void test_router_record__modes_that_are_none(void **state)
@@ -395,6 +539,10 @@ int main(void)
         cmocka_unit_test_setup_teardown(test_router_record__the_folder_is_bounded, set_up,
                                         tear_down),
         cmocka_unit_test_setup_teardown(test_router_record__a_lost_folder_fails_no_request, set_up,
+                                        tear_down),
+        cmocka_unit_test_setup_teardown(test_router_record__files_of_others_are_left_alone, set_up,
+                                        tear_down),
+        cmocka_unit_test_setup_teardown(test_router_record__folders_that_are_refused, set_up,
                                         tear_down),
         cmocka_unit_test(test_router_record__modes_that_are_none),
     };

@@ -6,6 +6,7 @@
 #include "common/base/err.h"
 #include "common/text/record.h"
 
+#include <float.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -44,6 +45,41 @@ static void test_text_record__is_read_as_it_was_written(void **state)
     tow_buf_fini(&two);
     text_record_fini(&r);
     text_record_fini(&again);
+}
+
+/* What a request may ask for at most and at least stands in a record as the router keeps it. */
+static void test_text_record__the_ends_of_sampling_are_read(void **state)
+{
+    static const float ends[][6] = {
+        /* temperature, top_p, min_p, frequency, presence, repetition */
+        {0, FLT_MIN, 0, -2, -2, 0.01f},
+        {2, 1, 1, 2, 2, 10},
+        {1e-30f, 1e-12f, 1e-30f, 0, 0, 1},
+        {FLT_TRUE_MIN, 1.2e-38f, FLT_TRUE_MIN, -FLT_TRUE_MIN, FLT_TRUE_MIN, 1},
+    };
+    (void)state;
+    for (size_t i = 0; i < sizeof ends / sizeof *ends; i++) {
+        const float *e = ends[i];
+        struct text_record_bias bias[] = {{0, -100}, {1, 100}, {2, FLT_TRUE_MIN}};
+        struct text_record r, again;
+        struct tow_buf b;
+        struct tow_err err = {0};
+        read_whole(&r);
+        r.temperature = e[0], r.top_p = e[1], r.min_p = e[2];
+        r.frequency_penalty = e[3], r.presence_penalty = e[4], r.repetition_penalty = e[5];
+        r.top_k = INT32_MAX, r.index_topk = 4096;
+        r.bias = bias, r.n_bias = 3;
+        tow_buf_init(&b, 0);
+        text_record_put(&b, &r);
+        if (text_record_parse(&again, b.data, b.len, &err) < 0) fail_msg("%zu: %s", i, err.msg);
+        assert_true(again.temperature == e[0] && again.top_p == e[1] && again.min_p == e[2]);
+        assert_true(again.frequency_penalty == e[3] && again.presence_penalty == e[4]);
+        assert_true(again.repetition_penalty == e[5] && again.top_k == INT32_MAX);
+        assert_true(again.index_topk == 4096 && again.bias[2].bias == FLT_TRUE_MIN);
+        tow_buf_fini(&b);
+        text_record_fini(&r);
+        text_record_fini(&again);
+    }
 }
 
 /* The whole record with `from` replaced by `to`. */
@@ -111,6 +147,7 @@ int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_text_record__is_read_as_it_was_written),
+        cmocka_unit_test(test_text_record__the_ends_of_sampling_are_read),
         cmocka_unit_test(test_text_record__what_is_wrong_is_named),
         cmocka_unit_test(test_text_record__files_that_are_none),
     };
