@@ -24,7 +24,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 extern char **environ;
@@ -232,23 +231,11 @@ static uint64_t room_for_pages(const struct work *w)
 static int check_address_space(int64_t n_pages, double pool_bytes, struct tow_err *err)
 {
     enum { REST_MB = 512 }; /* UCX, stacks and heaps of threads: measured 200 to 280 MiB */
-    struct rlimit r;
-    FILE *f = fopen("/proc/self/statm", "re");
-    unsigned long long used_pages = 0;
-    if (f) {
-        if (fscanf(f, "%llu", &used_pages) != 1) used_pages = 0;
-        fclose(f);
-    }
-    if (getrlimit(RLIMIT_AS, &r) < 0 || r.rlim_cur == RLIM_INFINITY) return 0;
-    double used = (double)used_pages * (double)sysconf(_SC_PAGESIZE);
-    double needed = used + pool_bytes + ((double)REST_MB * (1 << 20));
-    if (needed <= (double)r.rlim_cur) return 0;
-    return tow_fail(err, TOW_ECONFIG,
-                    "address space: %.0f MiB needed (%.0f in use, %.0f for %lld pages, %d for the "
-                    "transport and threads), the limit is %.0f MiB: raise it (ulimit -v, LimitAS= "
-                    "of systemd) or lower --kv-pages",
-                    needed / (1 << 20), used / (1 << 20), pool_bytes / (1 << 20),
-                    (long long)n_pages, REST_MB, (double)r.rlim_cur / (1 << 20));
+    char why[160];
+    snprintf(why, sizeof why, "%.0f for %lld pages, %d for the transport and threads",
+             pool_bytes / (1 << 20), (long long)n_pages, REST_MB);
+    return net_space_check((uint64_t)pool_bytes + ((uint64_t)REST_MB << 20), why,
+                           " or lower --kv-pages", err);
 }
 
 /* Pages: as asked, else what the share of memory (0: not known; free, or of the machine) holds,
