@@ -7,6 +7,7 @@
 #include "common/text/json.h"
 #include "common/text/detok.h"
 #include "common/text/tokenizer.h"
+#include "common/text/utf8.h"
 
 #include <float.h>
 #include <inttypes.h>
@@ -20,22 +21,49 @@
 /* Values of any kind in one body: a context of a million ids, and 65,536 besides. The tree takes about
  * 100 bytes for each, so --max-body-bytes alone would bound nothing. */
 #define MAX_VALUES ((1u << 20) + (1u << 16))
+/* Keys of all objects: eight for each of 32,768 messages. To find a key that stands twice costs at
+ * most 24 MiB while a body is read. */
+#define MAX_KEYS (1u << 18)
+
+/* Characters that change how the text around them is shown: controls, and marks and overrides of the
+ * direction. */
+static bool is_hidden(uint32_t c)
+{
+    return c < 0x20 || (c >= 0x7f && c <= 0x9f) || c == 0x61c || c == 0x200e || c == 0x200f ||
+           (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069);
+}
+
+/* A message holds what a client sent, and is read in terminals and logs. Ends before what has no room
+ * and before half a character, which a cut may have left. */
+static void put_visible(char *out, size_t cap, const char *s)
+{
+    const size_t n = strlen(s);
+    size_t to = 0;
+    for (size_t at = 0; at < n;) {
+        char escape[8];
+        uint32_t c;
+        const int k = text_utf8_next((const uint8_t *)s + at, n - at, &c);
+        if (k <= 0) break;
+        const bool hidden = is_hidden(c);
+        if (hidden) snprintf(escape, sizeof escape, "\\u%04x", (unsigned)c);
+        const size_t len = hidden ? strlen(escape) : (size_t)k;
+        if (to + len >= cap) break;
+        memcpy(out + to, hidden ? escape : s + at, len);
+        to += len;
+        at += (size_t)k;
+    }
+    out[to] = 0;
+}
 
 int rtr_api_fail(struct rtr_api_error *e, int status, const char *code, const char *param,
                  const char *fmt, ...)
 {
+    char text[sizeof e->message];
     va_list ap;
     va_start(ap, fmt);
-    vsnprintf(e->message, sizeof e->message, fmt, ap);
+    vsnprintf(text, sizeof text, fmt, ap);
     va_end(ap);
-    /* A cut must not leave half a character. */
-    size_t n = strlen(e->message), good = 0;
-    while (good < n) {
-        int k = json_utf8_len(e->message + good, n - good);
-        if (k == 0) break;
-        good += (size_t)k;
-    }
-    e->message[good] = 0;
+    put_visible(e->message, sizeof e->message, text);
     e->status = status;
     e->code = code;
     e->type = status == 401   ? "authentication_error"
@@ -795,7 +823,8 @@ int rtr_ask_parse(struct rtr_ask **out, enum rtr_route route, const char *body, 
 {
     struct rtr_ask_rules r = *rules;
     if (!r.n_vocab) r.n_vocab = (uint32_t)text_tokenizer_n_ids(r.tok);
-    struct json_limits limits = {.max_bytes = rules->max_body_bytes, .max_values = MAX_VALUES};
+    struct json_limits limits = {
+        .max_bytes = rules->max_body_bytes, .max_keys = MAX_KEYS, .max_values = MAX_VALUES};
     struct check c = {.rules = &r, .e = e};
     memset(e, 0, sizeof *e);
     struct rtr_ask *a = calloc(1, sizeof *a);

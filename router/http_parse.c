@@ -93,13 +93,6 @@ static struct shown show(const char *s, size_t n)
     return out;
 }
 
-/* Bytes of a header line up to its colon: what it says may be a secret. */
-static size_t name_len(const char *line, size_t n)
-{
-    const char *colon = memchr(line, ':', n);
-    return colon ? (size_t)(colon - line) : n;
-}
-
 /* RFC 9110 token characters. */
 static bool is_token(unsigned char c)
 {
@@ -116,6 +109,32 @@ static bool is_host_char(unsigned char c)
 static bool same(const char *s, size_t n, const char *lower)
 {
     return n == strlen(lower) && strncasecmp(s, lower, n) == 0;
+}
+
+/* Headers that carry secrets, however they were spelt: nothing behind the name is ever quoted. The
+ * bytes up to the end of such a name when the line begins with one, else 0. */
+static size_t secret_name_len(const char *line, size_t n)
+{
+    static const char *const names[] = {"authorization", "proxy-authorization", "cookie",
+                                        "set-cookie",    "x-api-key",           "api-key"};
+    size_t at = 0;
+    while (at < n && !is_token((unsigned char)line[at])) at++;
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
+        const size_t len = strlen(names[i]);
+        if (n - at >= len && strncasecmp(line + at, names[i], len) == 0) return at + len;
+    }
+    return 0;
+}
+
+/* Bytes of a line that may be quoted: its name. A line that begins with a blank goes on with the
+ * value of the one before. */
+static size_t name_len(const char *line, size_t n)
+{
+    const size_t secret = secret_name_len(line, n);
+    if (n > 0 && (line[0] == ' ' || line[0] == '\t')) return 0;
+    if (secret) return secret;
+    const char *colon = memchr(line, ':', n);
+    return colon ? (size_t)(colon - line) : n;
 }
 
 /* The line that begins at p->line_at, when its end is within `limit` bytes of the start. 1: content
@@ -183,22 +202,27 @@ static bool parse_target(struct rtr_http_parser *p, const char *bytes, size_t at
     return true;
 }
 
+static bool refuse_request_line(struct rtr_http_parser *p, const char *line, size_t n)
+{
+    const size_t secret = secret_name_len(line, n);
+    refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
+           show(line, secret ? secret : n).text);
+    return false;
+}
+
 static bool parse_request_line(struct rtr_http_parser *p, const char *bytes, size_t at, size_t end)
 {
     size_t i = at;
+    if (secret_name_len(bytes + at, end - at)) return refuse_request_line(p, bytes + at, end - at);
     while (i < end && is_token((unsigned char)bytes[i])) i++;
     if (i == at || i == end || bytes[i] != ' ') {
-        refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
-               show(bytes + at, end - at).text);
-        return false;
+        return refuse_request_line(p, bytes + at, end - at);
     }
     p->head.method = (struct rtr_span){(uint32_t)at, (uint32_t)(i - at)};
     size_t target = ++i;
     while (i < end && bytes[i] != ' ') i++;
     if (i == target || i == end) {
-        refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
-               show(bytes + at, end - at).text);
-        return false;
+        return refuse_request_line(p, bytes + at, end - at);
     }
     if (!parse_target(p, bytes, target, i)) return false;
     i++;
@@ -206,9 +230,7 @@ static bool parse_request_line(struct rtr_http_parser *p, const char *bytes, siz
                    bytes[i + 5] <= '9' && bytes[i + 6] == '.' && bytes[i + 7] >= '0' &&
                    bytes[i + 7] <= '9';
     if (!is_http) {
-        refuse(p, 400, "request line: must be METHOD TARGET HTTP/1.1, is %s",
-               show(bytes + at, end - at).text);
-        return false;
+        return refuse_request_line(p, bytes + at, end - at);
     }
     if (bytes[i + 5] != '1' || bytes[i + 7] > '1') {
         refuse(p, 505, "version: must be HTTP/1.1 or HTTP/1.0, is %s", show(bytes + i, 8).text);
@@ -259,8 +281,7 @@ static bool split_field(struct rtr_http_parser *p, const char *bytes, size_t at,
                         struct rtr_span *name, struct rtr_span *value)
 {
     if (bytes[at] == ' ' || bytes[at] == '\t') {
-        refuse(p, 400, "header: must not begin with a blank (a folded line), is %s",
-               show(bytes + at, name_len(bytes + at, end - at)).text);
+        refuse(p, 400, "header: must not begin with a blank (a folded line)");
         return false;
     }
     size_t i = at;

@@ -11,19 +11,22 @@
 #include "common/net/sdnotify.h"
 #include "common/text/config.h"
 #include "common/text/tokenizer.h"
+#include "common/text/utf8.h"
 #include "router/api.h"
 #include "router/cluster.h"
 #include "router/http_conn.h"
 #include "router/record.h"
 
+#include <pthread.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 extern char **environ;
 
-enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
+enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6, MAX_MODEL_NAME = 200 };
 
 struct settings {
     const char *model_dir, *api_key_file, *join_token_file, *served_model_name;
@@ -59,6 +62,27 @@ struct router {
 };
 
 static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
+
+/* It stands in answers, messages and records. */
+static int check_model_name(const char *name, struct tow_err *err)
+{
+    const size_t n = strlen(name);
+    if (n > MAX_MODEL_NAME)
+        return tow_fail(err, TOW_ECONFIG, "--served-model-name: %zu bytes, at most %d", n,
+                        MAX_MODEL_NAME);
+    for (size_t at = 0; at < n;) {
+        uint32_t c;
+        const int k = text_utf8_next((const uint8_t *)name + at, n - at, &c);
+        if (k <= 0 || c < 0x20 || (c >= 0x7f && c <= 0x9f))
+            return tow_fail(err, TOW_ECONFIG,
+                            "--served-model-name: byte %zu (0x%02x) is %s; right is UTF-8 without "
+                            "control characters",
+                            at, (unsigned char)name[at],
+                            k <= 0 ? "no UTF-8" : "of a control character");
+        at += (size_t)k;
+    }
+    return 0;
+}
 
 static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_do *what,
                          struct tow_err *err)
@@ -211,6 +235,7 @@ static int read_settings(struct router *r, int argc, char **argv, enum tow_opts_
     if (s->control.n != 1)
         return tow_fail(err, TOW_ECONFIG, "--control: %zu URLs; exactly one is listened on",
                         s->control.n);
+    if (s->served_model_name && (rc = check_model_name(s->served_model_name, err)) < 0) return rc;
     if ((rc = rtr_record_mode(s->record_mode, "--record-mode", &s->record_file_mode, err)) < 0)
         return rc;
     if (s->join_token_file && (rc = tow_secret_read(s->join_token_file, "--join-token-file", 256,
@@ -333,13 +358,38 @@ static int open_recorder(struct router *r, const char *model, struct tow_err *er
     return rc;
 }
 
-static int check_files(const struct settings *s, struct tow_err *err)
+/* nng starts two threads for each core, 16 at most, and some of its own; libuv has a pool. */
+static int check_space(struct tow_err *err)
+{
+    enum {
+        N_FIXED = 16,
+        MAX_TASKS = 16,
+        REST_MB = 64
+    }; /* counted: 13 on 2 cores, and 4 of libuv */
+    const long n_cores = sysconf(_SC_NPROCESSORS_ONLN);
+    const uint64_t n = N_FIXED + (n_cores < 1               ? 2
+                                  : n_cores * 2 < MAX_TASKS ? (uint64_t)n_cores * 2
+                                                            : MAX_TASKS);
+    pthread_attr_t attr;
+    size_t stack = 8 << 20;
+    char why[120];
+    pthread_attr_init(&attr);
+    pthread_attr_getstacksize(&attr, &stack);
+    pthread_attr_destroy(&attr);
+    snprintf(why, sizeof why, "%llu for stacks of %llu threads, %d for requests",
+             (unsigned long long)(n * stack >> 20), (unsigned long long)n, REST_MB);
+    return net_space_check(n * stack + ((uint64_t)REST_MB << 20), why, "", err);
+}
+
+static int check_limits(const struct settings *s, struct tow_err *err)
 {
     char why[200];
     snprintf(why, sizeof why,
              "%d for itself, %lld clients (--max-connections), %d that are turned away, %d on the "
              "control port",
              NET_FILES_OWN, (long long)s->max_connections, RTR_HTTP_TURN_AWAY, NET_CTL_MAX);
+    int rc = check_space(err);
+    if (rc < 0) return rc;
     return net_files_check(
         NET_FILES_OWN + (uint64_t)s->max_connections + RTR_HTTP_TURN_AWAY + NET_CTL_MAX, why, err);
 }
@@ -347,7 +397,7 @@ static int check_files(const struct settings *s, struct tow_err *err)
 /* --check-config: what start() would refuse, as far as it shows without network; leaves nothing behind. */
 static int check_all(const struct settings *s, struct tow_err *err)
 {
-    int rc = check_files(s, err);
+    int rc = check_limits(s, err);
     if (rc == 0 && s->api_key_file && *s->api_key_file)
         rc = rtr_api_check_keys(s->api_key_file, err);
     if (rc == 0 && s->record_dir) rc = rtr_record_check_dir(s->record_dir, err);
@@ -370,7 +420,7 @@ static int start(struct router *r, struct tow_err *err)
                                      .warm_up = warm_up,
                                      .n_warm_up = N_WARM_UP,
                                      .incarnation = tow_random_u64()};
-    int rc = check_files(s, err);
+    int rc = check_limits(s, err);
     if (rc == 0) rc = net_loop_open(&r->loop, err);
     if (rc == 0) rc = tow_metrics_new(&r->metrics, err);
     if (rc == 0)

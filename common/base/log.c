@@ -54,6 +54,21 @@ static size_t utf8_len(const unsigned char *s, size_t left)
     return n;
 }
 
+bool tow_char_commands(const char *text, size_t n)
+{
+    const unsigned char *s = (const unsigned char *)text;
+    if (n == 1) return s[0] < 0x20 || s[0] == 0x7f;
+    if (n == 2) return s[0] == 0xc2 && s[1] < 0xa0;
+    return n == 3 && s[0] == 0xe2 &&
+           ((s[1] == 0x80 && s[2] >= 0xa8 && s[2] <= 0xae) || /* U+2028 to U+202E */
+            (s[1] == 0x81 && s[2] >= 0xa6 && s[2] <= 0xa9));  /* U+2066 to U+2069 */
+}
+
+size_t tow_char_len(const char *text, size_t left)
+{
+    return left ? utf8_len((const unsigned char *)text, left) : 0;
+}
+
 /* Copies src to dst with foreign bytes made harmless; returns the length written, below cap. */
 static size_t copy_clean(char *dst, size_t cap, const char *src, int json)
 {
@@ -61,10 +76,13 @@ static size_t copy_clean(char *dst, size_t cap, const char *src, int json)
     for (size_t i = 0; i < n;) {
         const unsigned char *s = (const unsigned char *)src + i;
         size_t k = utf8_len(s, n - i);
-        if (o + 8 >= cap) break;
-        if (k == 0 || (k == 1 && (s[0] < 0x20 || s[0] == 0x7f))) {
-            o += (size_t)snprintf(dst + o, cap - o, json ? "\\\\x%02x" : "\\x%02x", s[0]);
-            i++;
+        const bool foreign = k == 0 || tow_char_commands(src + i, k);
+        if (o + (foreign ? 5 * (k ? k : 1) : 4) + 4 >= cap) break;
+        if (foreign) {
+            const size_t end = i + (k ? k : 1);
+            for (; i < end; i++)
+                o += (size_t)snprintf(dst + o, cap - o, json ? "\\\\x%02x" : "\\x%02x",
+                                      (unsigned char)src[i]);
         } else {
             if (json && (s[0] == '"' || s[0] == '\\')) dst[o++] = '\\';
             memcpy(dst + o, s, k);

@@ -7,6 +7,9 @@
 #ifndef TOW_BASE_LOG_H
 #define TOW_BASE_LOG_H
 
+#include <stdbool.h>
+#include <stddef.h>
+
 enum tow_log_level { TOW_LOG_ERROR, TOW_LOG_WARN, TOW_LOG_INFO, TOW_LOG_DEBUG };
 enum tow_log_format { TOW_LOG_TEXT, TOW_LOG_JSON };
 /* Their names in that order, NULL at the end. */
@@ -24,5 +27,11 @@ void tow_log(enum tow_log_level level, const char *fmt, ...) __attribute__((form
 #define tow_info(...)  tow_log(TOW_LOG_INFO, __VA_ARGS__)
 #define tow_debug(...)                                                                             \
     (tow_log_enabled(TOW_LOG_DEBUG) ? tow_log(TOW_LOG_DEBUG, __VA_ARGS__) : (void)0)
+
+/* Length of the whole UTF-8 character that text begins with (1 to 4), or 0: it is none. */
+size_t tow_char_len(const char *text, size_t left);
+/* Does a terminal obey it, or order text by it? Of one UTF-8 character of n bytes: U+0000 to U+001F,
+ * U+007F to U+009F, line separators, and those that turn the direction of writing. */
+bool tow_char_commands(const char *text, size_t n);
 
 #endif

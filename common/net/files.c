@@ -4,8 +4,10 @@
 #include "common/base/err.h"
 
 #include <errno.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 /* Above it nothing is gained, and some libraries keep a table entry for every possible descriptor. */
 #define MOST ((rlim_t)1 << 20)
@@ -26,4 +28,24 @@ int net_files_check(uint64_t needed, const char *why, struct tow_err *err)
         return tow_fail(err, TOW_ECONFIG, "open files: %llu needed (%s); raising the limit: %s",
                         (unsigned long long)needed, why, strerror(errno));
     return 0;
+}
+
+int net_space_check(uint64_t more, const char *why, const char *otherwise, struct tow_err *err)
+{
+    struct rlimit r;
+    FILE *f = fopen("/proc/self/statm", "re");
+    unsigned long long used_pages = 0;
+    if (f) {
+        if (fscanf(f, "%llu", &used_pages) != 1) used_pages = 0;
+        fclose(f);
+    }
+    if (getrlimit(RLIMIT_AS, &r) < 0 || r.rlim_cur == RLIM_INFINITY) return 0;
+    const uint64_t used = used_pages * (uint64_t)sysconf(_SC_PAGESIZE);
+    if (used + more <= r.rlim_cur) return 0;
+    return tow_fail(
+        err, TOW_ECONFIG,
+        "address space: %.0f MiB needed (%.0f in use, %s), the limit is %.0f MiB: raise "
+        "it (ulimit -v, LimitAS= of systemd)%s",
+        (double)(used + more) / (1 << 20), (double)used / (1 << 20), why,
+        (double)r.rlim_cur / (1 << 20), otherwise);
 }

@@ -1,7 +1,8 @@
-/* net/files.h - are there file descriptors enough?
+/* net/files.h - are there file descriptors and address space enough?
  *
  * Why      UCX aborts the process when it gets none, and a router that runs out turns clients away;
- *          both are known before anything is opened.
+ *          nng hangs or crashes when a thread's stack finds no room. All are known before anything
+ *          is opened.
  * Owner    Nobody; call it at start.
  */
 #ifndef TOW_NET_FILES_H
@@ -21,5 +22,9 @@ enum {
 /* Raises the soft limit to the hard one when it is below `needed`. TOW_ECONFIG when that is too
  * little too: one line with both numbers, `why` (how `needed` comes about) and what to do. */
 int net_files_check(uint64_t needed, const char *why, struct tow_err *err);
+
+/* Does `more` fit beside what is in use (ulimit -v)? TOW_ECONFIG when not: one line with both numbers,
+ * `why` (what `more` is for) and what to do, or `otherwise` ("" or " or lower --x"). */
+int net_space_check(uint64_t more, const char *why, const char *otherwise, struct tow_err *err);
 
 #endif

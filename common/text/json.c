@@ -29,8 +29,7 @@
 
 #define MAX_DEPTH    512
 #define PLAIN_DIGITS 15 /* an integer this short is exact in a double */
-#define SHOWN_TEXT   40 /* bytes of a string, characters of a number that a message quotes */
-#define SHOWN_NUMBER 60
+#define SHOWN        40 /* bytes of a string, characters of a number that a message quotes */
 #define MARK         "0.5"
 #define MARK_VALUE   0.5
 
@@ -731,7 +730,7 @@ const struct json *json_find(const struct json *obj, const char *key)
 const char *json_show_text(const char *s, size_t len, char *out)
 {
     struct tow_buf b;
-    size_t keep = len > SHOWN_TEXT ? SHOWN_TEXT : len;
+    size_t keep = len > SHOWN ? SHOWN : len;
     while (keep < len && keep > 0 && ((unsigned char)s[keep] & 0xc0) == 0x80) keep--;
     tow_buf_init(&b, 0);
     json_put_string(&b, s, keep); /* at most six bytes for each of them */
@@ -757,8 +756,8 @@ const char *json_show(const struct json *v, char *out)
         tow_buf_puts(&b, node(v)->valuestring); /* as it was sent: 1e3, not 1000.0 */
     else
         json_dump(&b, v);
-    snprintf(out, JSON_SHOW_BYTES, "%.*s%s", b.len > SHOWN_NUMBER ? SHOWN_NUMBER : (int)b.len,
-             b.data ? b.data : "", b.len > SHOWN_NUMBER ? "..." : "");
+    snprintf(out, JSON_SHOW_BYTES, "%.*s%s", b.len > SHOWN ? SHOWN : (int)b.len,
+             b.data ? b.data : "", b.len > SHOWN ? "..." : "");
     tow_buf_fini(&b);
     return out;
 }

@@ -4,13 +4,17 @@
 
 #include "common/base/buf.h"
 #include "common/base/err.h"
+#include "common/base/log.h"
 #include "common/text/json.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 enum { MAX_TEXT = 256, MAX_EOS = 64, MAX_BIAS = 1024 };
 
@@ -193,6 +197,21 @@ static float real(struct reader *p, const struct json *o, const char *key, doubl
     return (float)v;
 }
 
+static const char *const roles[] = {"prefill", "decode", NULL};
+static const char *const finishes[] = {"stop",      "length", "stop_string",
+                                       "cancelled", "failed", NULL};
+
+/* Whoever shows it need not look. */
+static void plain(struct reader *p, const char *where, const char *key, const char *s, size_t n)
+{
+    for (size_t i = 0, k; p->rc == 0 && i < n; i += k ? k : 1) {
+        k = tow_char_len(s + i, n - i);
+        if (k == 0 || tow_char_commands(s + i, k))
+            wrong(p, "%s%s%s: byte %zu is a control character or none of UTF-8", where,
+                  where[0] ? "." : "", key, i);
+    }
+}
+
 static const char *text(struct reader *p, const struct json *o, const char *where, const char *key)
 {
     const char *s = "";
@@ -207,9 +226,24 @@ static const char *text(struct reader *p, const struct json *o, const char *wher
         return "";
     }
     if (n > MAX_TEXT) wrong(p, "%s.%s: %zu bytes, at most %d", where, key, n, MAX_TEXT);
+    plain(p, where, key, s, n);
     char *copy = p->rc < 0 ? NULL : tow_arena_strndup(&p->r->arena, s, n);
     if (!copy && p->rc == 0) p->rc = tow_fail(p->err, TOW_ENOMEM, "record: out of memory");
     return copy ? copy : "";
+}
+
+/* One of these words. */
+static const char *word(struct reader *p, const struct json *o, const char *where, const char *key,
+                        const char *const *words)
+{
+    const char *s = text(p, o, where, key);
+    char right[80] = "";
+    for (size_t i = 0; words[i] && p->rc == 0; i++) {
+        if (!strcmp(words[i], s)) return s;
+        snprintf(right + strlen(right), sizeof right - strlen(right), i ? ", %s" : "%s", words[i]);
+    }
+    wrong(p, "%s.%s: '%.40s' is none of %s", where, key, s, right);
+    return "";
 }
 
 static uint64_t big_number(struct reader *p, const struct json *o, const char *where,
@@ -341,6 +375,9 @@ static void read_facts(struct reader *p, const struct json *o, const char *where
                   MAX_TEXT);
             return;
         }
+        plain(p, where, "facts", json_key(it), k);
+        plain(p, where, "facts", s, len);
+        if (p->rc < 0) return;
         w->facts[w->n_facts][0] = tow_arena_strndup(&p->r->arena, json_key(it), k);
         w->facts[w->n_facts][1] = tow_arena_strndup(&p->r->arena, s, len);
         if (!w->facts[w->n_facts][0] || !w->facts[w->n_facts][1]) {
@@ -362,7 +399,7 @@ static void read_workers(struct reader *p, const struct json *root)
         char where[40];
         snprintf(where, sizeof where, "workers[%" PRIu32 "]", i);
         w[i].name = text(p, it, where, "name");
-        w[i].role = text(p, it, where, "role");
+        w[i].role = word(p, it, where, "role", roles);
         w[i].incarnation = big_number(p, it, where, "incarnation", 16);
         w[i].chunk_tokens =
             (uint32_t)number(p, it, where, "chunk_tokens", 0, TEXT_RECORD_MAX_TOKENS);
@@ -432,7 +469,7 @@ static void read_choices(struct reader *p, const struct json *root)
         snprintf(where, sizeof where, "choices[%" PRIu32 "]", i);
         c[i].prompt = (uint32_t)number(p, it, where, "prompt", 0, (int64_t)p->r->n_prompts - 1);
         c[i].seed = big_number(p, it, where, "seed", 10);
-        c[i].finish = text(p, it, where, "finish");
+        c[i].finish = word(p, it, where, "finish", finishes);
         const struct json *ids = array(p, it, where, "output", 0, TEXT_RECORD_MAX_TOKENS, &m);
         snprintf(where, sizeof where, "choices[%" PRIu32 "].output", i);
         if (ids) read_ids(p, ids, where, m, &c[i].output);
@@ -495,8 +532,18 @@ int text_record_parse(struct text_record *out, const char *bytes, size_t n, stru
 int text_record_load(struct text_record *out, const char *path, struct tow_err *err)
 {
     struct tow_buf b;
-    FILE *f = fopen(path, "re");
-    if (!f) return tow_fail(err, errno == ENOENT ? TOW_ENOENT : TOW_EIO, "%s: %m", path);
+    struct stat st;
+    const int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe has no end */
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "r");
+    if (!f) {
+        const int rc = tow_fail(err, errno == ENOENT ? TOW_ENOENT : TOW_EIO, "%s: %m", path);
+        if (fd >= 0) close(fd);
+        return rc;
+    }
+    if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode)) {
+        fclose(f);
+        return tow_fail(err, TOW_EIO, "%s: not a regular file", path);
+    }
     tow_buf_init(&b, TEXT_RECORD_MAX_BYTES + 1);
     int rc = 0;
     for (size_t got = 1; rc == 0 && got > 0;) {

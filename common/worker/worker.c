@@ -24,7 +24,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 extern char **environ;
@@ -75,8 +74,8 @@ struct work_own {
     uint64_t relinking;     /* the incarnation to come; 0: the link is not being made anew */
     struct work_step probe; /* an empty step for an idle engine */
     bool probing;
-    int n_failed_steps;     /* in a row; MAX_FAILED_STEPS of them end the worker */
-    uint64_t probe_ms; /* when the last one went */
+    int n_failed_steps; /* in a row; MAX_FAILED_STEPS of them end the worker */
+    uint64_t probe_ms;  /* when the last one went */
     double tokens_per_s;
     struct drop {
         char name[NET_PEER_NAME_MAX + 1];
@@ -232,23 +231,11 @@ static uint64_t room_for_pages(const struct work *w)
 static int check_address_space(int64_t n_pages, double pool_bytes, struct tow_err *err)
 {
     enum { REST_MB = 512 }; /* UCX, stacks and heaps of threads: measured 200 to 280 MiB */
-    struct rlimit r;
-    FILE *f = fopen("/proc/self/statm", "re");
-    unsigned long long used_pages = 0;
-    if (f) {
-        if (fscanf(f, "%llu", &used_pages) != 1) used_pages = 0;
-        fclose(f);
-    }
-    if (getrlimit(RLIMIT_AS, &r) < 0 || r.rlim_cur == RLIM_INFINITY) return 0;
-    double used = (double)used_pages * (double)sysconf(_SC_PAGESIZE);
-    double needed = used + pool_bytes + ((double)REST_MB * (1 << 20));
-    if (needed <= (double)r.rlim_cur) return 0;
-    return tow_fail(err, TOW_ECONFIG,
-                    "address space: %.0f MiB needed (%.0f in use, %.0f for %lld pages, %d for the "
-                    "transport and threads), the limit is %.0f MiB: raise it (ulimit -v, LimitAS= "
-                    "of systemd) or lower --kv-pages",
-                    needed / (1 << 20), used / (1 << 20), pool_bytes / (1 << 20),
-                    (long long)n_pages, REST_MB, (double)r.rlim_cur / (1 << 20));
+    char why[160];
+    snprintf(why, sizeof why, "%.0f for %lld pages, %d for the transport and threads",
+             pool_bytes / (1 << 20), (long long)n_pages, REST_MB);
+    return net_space_check((uint64_t)pool_bytes + ((uint64_t)REST_MB << 20), why,
+                           " or lower --kv-pages", err);
 }
 
 /* Pages: as asked, else what the share of memory (0: not known; free, or of the machine) holds,
@@ -980,6 +967,43 @@ static void stop_all(struct work *w)
     model_close(w->model);
 }
 
+/* Where tow_fault() stands in a worker, besides the steps of messages. */
+static const char *const fault_places[] = {
+    "*",          "ctl.frame",     "engine.memory", "engine.probe", "engine.step", "kv.get",
+    "kv.offer",   "kv.put",        "link.flip",     "link.jam",     "link.map",    "link.ping",
+    "mover.send", "mover.connect", "mover.drop",    "mover.offer",  "mover.touch", "mover.expect",
+    "mover.stop", "mover.cancel",  "mover.relink",  "text.jit"};
+
+static bool is_fault_place(const char *name)
+{
+    for (size_t i = 0; i < sizeof fault_places / sizeof *fault_places; i++)
+        if (!strcmp(fault_places[i], name)) return true;
+    for (unsigned type = 0; type <= UINT8_MAX; type++)
+        if (strcmp(wire_type_name(type), "?") != 0 && (!strcmp(wire_step_name(type, true), name) ||
+                                                       !strcmp(wire_step_name(type, false), name)))
+            return true;
+    return false;
+}
+
+/* A misspelt place would be armed, and never passed. */
+static int arm_faults(const char *text, struct tow_err *err)
+{
+    for (const char *p = text; *p; p += *p == ',') {
+        char name[64];
+        const size_t n = strcspn(p, "=,");
+        snprintf(name, sizeof name, "%.*s", n < sizeof name ? (int)n : (int)sizeof name - 1, p);
+        if (n > 0 && !is_fault_place(name))
+            return tow_fail(
+                err, TOW_ECONFIG,
+                "--fault: no place is called '%s'; there are engine.step, engine.memory, "
+                "kv.get, kv.put, link.ping ..., and send.MESSAGE and take.MESSAGE",
+                name);
+        p += strcspn(p, ",");
+    }
+    const int rc = tow_fault_arm_text(text, err);
+    return rc < 0 ? (tow_note(err, "--fault"), rc) : 0;
+}
+
 static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do *what,
                          struct tow_err *err)
 {
@@ -1000,15 +1024,15 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     if ((rc = model_settings_check(&w->set.engine, w->own->opts, err)) < 0 ||
         (rc = check_name(w, err)) < 0)
         return rc;
-    if (w->set.fault && (rc = tow_fault_arm_text(w->set.fault, err)) < 0)
-        return tow_note(err, "--fault"), rc;
+    if (w->set.fault && (rc = arm_faults(w->set.fault, err)) < 0) return rc;
     if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",
                                                         256, &o->token, err)) < 0)
         return rc;
     if (!strncmp(w->set.engine.device, "mirror:", 7)) /* it knows no pages of a transport */
-        return tow_fail(err, TOW_ECONFIG,
-                        "--device %s: a worker runs on \"cpu\" or \"cuda:N\"; mirror: is for towpath-ctl",
-                        w->set.engine.device);
+        return tow_fail(
+            err, TOW_ECONFIG,
+            "--device %s: a worker runs on \"cpu\" or \"cuda:N\"; mirror: is for towpath-ctl",
+            w->set.engine.device);
     struct kern_dev *dev = NULL; /* a device that cannot be is told before a checkpoint is read */
     if ((rc = kern_dev_open(&dev, w->set.engine.device, 1, err)) < 0) return rc;
     kern_dev_close(dev);

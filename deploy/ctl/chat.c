@@ -244,7 +244,7 @@ static int converse(struct chat *c)
         if (n == 0) continue;
         struct tow_err err = {0};
         if (ask_text(c, line, (size_t)n, &err) < 0)
-            fprintf(stderr, "towpath-ctl chat: %s\n", err.msg);
+            ctl_complain("chat", &err);
     }
     free(line);
     return 0;
@@ -321,6 +321,6 @@ int ctl_chat_main(int argc, char **argv)
         ctl_client_close(&c.client);
     }
     tow_opts_free(opts);
-    if (rc < 0) fprintf(stderr, "towpath-ctl chat: %s\n", err.msg);
+    if (rc < 0) ctl_complain("chat", &err);
     return rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
 }

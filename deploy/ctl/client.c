@@ -2,8 +2,10 @@
 #include "deploy/ctl/client.h"
 
 #include "common/base/err.h"
+#include "common/base/log.h"
 #include "common/text/json.h"
 
+#include <stdio.h>
 #include <string.h>
 
 enum { MAX_KEY_FILE = 65536 };
@@ -39,17 +41,26 @@ void ctl_client_close(struct ctl_client *c)
 
 void ctl_put_clean(struct tow_buf *out, const char *text, size_t n)
 {
-    for (size_t i = 0; i < n; i++) {
-        unsigned char ch = (unsigned char)text[i];
-        bool control = (ch < ' ' && ch != '\n' && ch != '\t') || ch == 127;
-        /* U+0080 to U+009F, which some terminals obey as well */
-        if (ch == 0xc2 && i + 1 < n && (unsigned char)text[i + 1] >= 0x80 &&
-            (unsigned char)text[i + 1] <= 0x9f) {
-            control = true;
-            i++;
+    for (size_t i = 0, k; i < n; i += k) {
+        k = tow_char_len(text + i, n - i);
+        const bool plain =
+            k && (!tow_char_commands(text + i, k) || text[i] == '\n' || text[i] == '\t');
+        if (plain) {
+            tow_buf_put(out, text + i, k);
+            continue;
         }
-        tow_buf_putc(out, control ? '?' : text[i]);
+        if (k == 0) k = 1;
+        for (size_t b = i; b < i + k; b++) tow_buf_printf(out, "\\x%02x", (unsigned char)text[b]);
     }
+}
+
+void ctl_complain(const char *command, const struct tow_err *err)
+{
+    struct tow_buf out;
+    tow_buf_init(&out, 0);
+    ctl_put_clean(&out, err->msg, strlen(err->msg));
+    fprintf(stderr, "towpath-ctl %s: %s\n", command, out.data ? out.data : "out of memory");
+    tow_buf_fini(&out);
 }
 
 int ctl_client_refused(const struct ctl_client *c, const char *method, const char *path,

@@ -47,8 +47,10 @@ int ctl_client_refused(const struct ctl_client *c, const char *method, const cha
 int ctl_client_json(const struct ctl_client *c, const char *method, const char *path, int also_ok,
                     struct json **out, int *status, struct tow_err *err);
 
-/* Appends text with control characters shown as '?',
- * except tab and line feed: it goes to a terminal. */
+/* Appends text with characters that command a terminal, and bytes of none, as \xNN, except tab and
+ * line feed. */
 void ctl_put_clean(struct tow_buf *out, const char *text, size_t n);
+/* An error on stderr, as the subcommand's; names in it may come from anywhere. */
+void ctl_complain(const char *command, const struct tow_err *err);
 
 #endif

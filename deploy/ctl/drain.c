@@ -154,6 +154,6 @@ int ctl_drain_main(int argc, char **argv)
         ctl_client_close(&c);
     }
     tow_opts_free(opts);
-    if (rc < 0) fprintf(stderr, "towpath-ctl drain: %s\n", err.msg);
+    if (rc < 0) ctl_complain("drain", &err);
     return stays ? CTL_EXIT_NO : rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
 }

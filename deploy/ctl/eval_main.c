@@ -3,6 +3,7 @@
 
 #include "common/base/err.h"
 #include "common/model/settings.h"
+#include "deploy/ctl/client.h"
 #include "deploy/ctl/flags.h"
 
 #include <stdio.h>
@@ -97,7 +98,7 @@ int ctl_eval_main(int argc, char **argv)
     int rc = ctl_flags_read(&opts, &spec, argc, argv, &err);
     const bool run = rc == CTL_FLAGS_RUN;
     if (rc <= 0) {
-        if (rc < 0) fprintf(stderr, "towpath-ctl eval: %s\n", err.msg);
+        if (rc < 0) ctl_complain("eval", &err);
         tow_opts_free(opts);
         return rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
     }
@@ -111,7 +112,7 @@ int ctl_eval_main(int argc, char **argv)
         if (rc == 0) rc = model_weights_guard(&err);
         if (rc == 0) rc = ctl_eval_run(&e, &err);
     }
-    if (rc < 0) fprintf(stderr, "towpath-ctl eval: %s\n", err.msg);
+    if (rc < 0) ctl_complain("eval", &err);
     tow_opts_free(opts);
     return rc < 0 ? CTL_EXIT_FAILED : CTL_EXIT_GOOD;
 }

@@ -6,6 +6,7 @@
 #include "common/model/settings.h"
 #include "common/text/json.h"
 #include "common/text/tokenizer.h"
+#include "deploy/ctl/client.h"
 #include "deploy/ctl/flags.h"
 
 #include <errno.h>
@@ -185,7 +186,7 @@ int ctl_explain_main(int argc, char **argv)
                  ? explain(&s, tow_opts_operand(opts, 0), &good, &err)
                  : tow_fail(&err, TOW_ECONFIG, "REQUEST_ID or FILE is missing");
     }
-    if (rc < 0) fprintf(stderr, "towpath-ctl explain: %s\n", err.msg);
+    if (rc < 0) ctl_complain("explain", &err);
     tow_opts_free(opts);
     return rc < 0 ? CTL_EXIT_FAILED : good ? CTL_EXIT_GOOD : CTL_EXIT_NO;
 }

@@ -10,6 +10,7 @@
 #include "common/model/settings.h"
 #include "common/model/weights.h"
 #include "common/text/json.h"
+#include "deploy/ctl/client.h"
 #include "deploy/ctl/flags.h"
 #include "deploy/ctl/needle_engine.h"
 #include "deploy/ctl/needle_report.h"
@@ -665,6 +666,6 @@ int ctl_needle_main(int argc, char **argv)
         ctl_engine_close(s.engine);
     }
     tow_opts_free(opts);
-    if (rc < 0) fprintf(stderr, "towpath-ctl needle: %s\n", err.msg);
+    if (rc < 0) ctl_complain("needle", &err);
     return rc < 0 ? CTL_EXIT_FAILED : all_found ? CTL_EXIT_GOOD : CTL_EXIT_NO;
 }

@@ -9,6 +9,7 @@
 #include <fcntl.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 enum { MAX_FILE = 256 << 20 };
@@ -197,8 +198,13 @@ int ctl_results_open(struct ctl_results *r, const char *path, bool resume, struc
 {
     *r = (struct ctl_results){.fd = -1, .path = path};
     if (!path) return 0;
-    r->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC, 0666);
+    r->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
     if (r->fd < 0) return tow_fail(err, TOW_EIO, "--out %s: %s", path, strerror(errno));
+    struct stat st;
+    if (fstat(r->fd, &st) < 0 || S_ISFIFO(st.st_mode)) {
+        ctl_results_close(r);
+        return tow_fail(err, TOW_EIO, "--out %s: a pipe cannot be read back", path);
+    }
     struct tow_buf text;
     tow_buf_init(&text, MAX_FILE);
     size_t whole = 0;

@@ -16,6 +16,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { DEFAULT_TOKENS = 1024, CHUNK = 256, SEED = 20240607 };
 
@@ -147,9 +148,7 @@ static int make_prompt(struct ctl_num *c, struct tow_err *err)
     c->prompt = ctl_num_hold(c, c->T, sizeof *c->prompt);
     if (!c->prompt) return tow_fail(err, TOW_ENOMEM, "numerics: no memory");
     snprintf(path, sizeof path, "%s/tokenizer.json", c->n->model_dir);
-    FILE *f = fopen(path, "rb");
-    if (f) {
-        fclose(f);
+    if (access(path, R_OK) == 0) {
         c->out->sample_is_text = true;
         return tokens_of_text(c, path, err);
     }

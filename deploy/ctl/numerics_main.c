@@ -5,6 +5,7 @@
 #include "common/base/err.h"
 #include "common/model/settings.h"
 #include "common/model/weights.h"
+#include "deploy/ctl/client.h"
 #include "deploy/ctl/flags.h"
 
 #include <errno.h>
@@ -103,7 +104,7 @@ int ctl_numerics_main(int argc, char **argv)
         rc = ctl_out_check("--report", report, &err);
         if (rc == 0) rc = run(&n, json, report, &failed, &err);
     }
-    if (rc < 0) fprintf(stderr, "towpath-ctl numerics: %s\n", err.msg);
+    if (rc < 0) ctl_complain("numerics", &err);
     tow_opts_free(opts);
     return rc < 0 ? CTL_EXIT_FAILED : failed > 0 ? CTL_EXIT_NO : CTL_EXIT_GOOD;
 }

@@ -266,6 +266,6 @@ int ctl_status_main(int argc, char **argv)
         ctl_client_close(&c);
     }
     tow_opts_free(opts);
-    if (rc < 0) fprintf(stderr, "towpath-ctl status: %s\n", err.msg);
+    if (rc < 0) ctl_complain("status", &err);
     return rc < 0 ? CTL_EXIT_FAILED : rc > 0 ? CTL_EXIT_NO : CTL_EXIT_GOOD;
 }

@@ -5,6 +5,7 @@
 
 #include "common/base/err.h"
 #include "common/text/json.h"
+#include "deploy/ctl/client.h"
 #include "deploy/ctl/flags.h"
 #include "deploy/ctl/haystack.h"
 
@@ -259,6 +260,13 @@ static void put_ranks_line(struct tow_buf *out, const struct ctl_ranks *r)
     if (any) tow_buf_putc(out, '\n');
 }
 
+static void put_line(struct tow_buf *out, const char *text)
+{
+    tow_buf_puts(out, "      ");
+    ctl_put_clean(out, text, strlen(text));
+    tow_buf_putc(out, '\n');
+}
+
 void ctl_verify_print(const struct ctl_check *checks, size_t n, struct tow_buf *out)
 {
     size_t count_of[CTL_PASSED + 1] = {0}, no_capture = 0;
@@ -275,18 +283,18 @@ void ctl_verify_print(const struct ctl_check *checks, size_t n, struct tow_buf *
         }
         const bool pass = c->state == CTL_PASSED;
         no_capture += c->note[0] != 0;
-        tow_buf_printf(out,
-                       "%s  %-10s %6lld prompt tokens, %s, %d request%s: ", pass ? "PASS" : "FAIL",
-                       names[c->id], (long long)a->prompt_tokens, a->finish, c->turns,
-                       c->turns == 1 ? "" : "s");
+        tow_buf_printf(out, "%s  %-10s %6lld prompt tokens, ", pass ? "PASS" : "FAIL", names[c->id],
+                       (long long)a->prompt_tokens);
+        ctl_put_clean(out, a->finish, strlen(a->finish));
+        tow_buf_printf(out, ", %d request%s: ", c->turns, c->turns == 1 ? "" : "s");
         size_t from = out->len;
         ctl_put_clean(out, a->content.data ? a->content.data : "", a->content.len);
         /* one line an answer */
         for (size_t k = from; k < out->len; k++)
             if (out->data[k] == '\n') out->data[k] = ' ';
         tow_buf_putc(out, '\n');
-        if (!pass) tow_buf_printf(out, "      %s\n", c->why);
-        if (c->note[0]) tow_buf_printf(out, "      %s\n", c->note);
+        if (!pass) put_line(out, c->why);
+        if (c->note[0]) put_line(out, c->note);
         if (a->ranks.captured) put_ranks_line(out, &a->ranks);
     }
     tow_buf_printf(out, "%zu of %zu checks passed", count_of[CTL_PASSED], n);
@@ -497,6 +505,6 @@ int ctl_verify_main(int argc, char **argv)
     }
     for (int i = 0; i < CTL_CHECKS; i++) ctl_answer_fini(&checks[i].answer);
     tow_opts_free(opts);
-    if (rc < 0) fprintf(stderr, "towpath-ctl verify: %s\n", err.msg);
+    if (rc < 0) ctl_complain("verify", &err);
     return rc < 0 ? CTL_EXIT_FAILED : passed ? CTL_EXIT_GOOD : CTL_EXIT_NO;
 }

@@ -226,7 +226,7 @@ class CtlTest(unittest.TestCase):
                               (lambda h, *_: h.reply(200, {}), ["no event stream"]),
                               (lambda h, *_: h.reply(401, {"error": {"message": "a valid key is needed"}}),
                                ["401", "a valid key", "--api-key-file"]),
-                              (lambda h, *_: h.reply(400, {"error": {"message": "bad\u001b[31m"}}), ["400", "bad?[31m"])):
+                              (lambda h, *_: h.reply(400, {"error": {"message": "bad\u001b[31m"}}), ["400", "bad\\x1b[31m"])):
             self.serve(handle)
             self.fails(self.ctl("chat", "--url", self.url, "q"), self.url, *words)
 

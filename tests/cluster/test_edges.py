@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """What happens at the edges of a running cluster: a paused router, mute connections, a drain limit of nothing."""
 import os
+import re
 import resource
 import signal
 import socket
@@ -157,6 +158,22 @@ def test_too_little_address_space_is_told_at_start(build):
     text = lines_of(build, "decode", *flags, before=["prlimit", "--as=%d" % (1500 << 20)])
     assert "status on" in text, text
 
+    # The router: one line whatever the limit, and at the number it names it starts.
+    flags = ["--http", "127.0.0.1:0", "--control", "tcp://127.0.0.1:0"]
+    for kib in (60000, 100000, 120000):
+        status, text = end_of(build, "router", *flags, before=["prlimit", "--as=%d" % (kib << 10)])
+        assert status == 1 and text.count("\n") == 1 and "the limit is %d MiB" % round(kib / 1024) in text, text
+    needed = int(re.search(r"address space: (\d+) MiB needed", text).group(1))
+    text = lines_of(build, "router", *flags, before=["prlimit", "--as=%d" % (needed + 1 << 20)], until=b"clients on")
+    assert "clients on" in text, text
+
+
+def test_model_names_that_are_refused(build):
+    for name, said in ((b"a\xffb", "byte 1 (0xff) is no UTF-8"), (b"a\nb", "byte 1 (0x0a) is of a control character"),
+                       (b"\xc2\x85", "byte 0 (0xc2) is of a control character"), (b"m" * 201, "201 bytes, at most 200")):
+        status, text = end_of(build, "router", "--served-model-name", name)
+        assert status == 1 and text.count("\n") == 1 and "--served-model-name: " + said in text, text
+
 
 def catches(pid, number):
     with open("/proc/%d/status" % pid) as f:
@@ -164,7 +181,7 @@ def catches(pid, number):
     return int(mask, 16) >> (number - 1) & 1 == 1
 
 
-def lines_of(build, program, *flags, before=()):
+def lines_of(build, program, *flags, before=(), until=b"status on"):
     """What it logs until it has started."""
     p = subprocess.Popen(list(before) + [os.path.join(harness.ROOT, build, "bin", "towpath-" + program), "--model", harness.MODEL] +
                          list(flags), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -172,7 +189,7 @@ def lines_of(build, program, *flags, before=()):
     try:
         for line in p.stdout:
             text += line
-            if b"status on" in line:
+            if until in line:
                 break
     finally:
         p.kill()
@@ -220,6 +237,7 @@ if __name__ == "__main__":
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
                   test_too_little_shared_memory_is_explained, test_file_size_limit_is_an_error_and_no_signal,
                   test_too_few_descriptors_are_told_at_start, test_too_little_address_space_is_told_at_start,
+                  test_model_names_that_are_refused,
                   test_start_says_nothing_of_ucx,
                   test_one_router_joined_by_two_names_is_joined_once,
                   test_router_that_cannot_be_reached_is_named_once], __doc__)

@@ -280,6 +280,57 @@ static void test_api_request__a_body_of_too_many_values_is_refused_before_it_cos
     tow_buf_fini(&b);
 }
 
+/* Keys of one body: what a chat of 32,768 messages with calls needs, and no more. */
+static void test_api_request__keys_are_bounded(void **state)
+{
+    (void)state;
+    for (size_t extra = 0; extra < 2; extra++) {
+        const size_t n = 262144 - 2 + extra; /* besides prompt and x */
+        struct rtr_ask *a = NULL;
+        struct rtr_api_error e;
+        struct tow_buf b;
+        tow_buf_init(&b, 0);
+        tow_buf_puts(&b, "{\"prompt\": [1], \"x\": [");
+        for (size_t i = 0; i < n; i++) tow_buf_puts(&b, i ? ",{\"a\":1}" : "{\"a\":1}");
+        tow_buf_puts(&b, "]}");
+        int rc = parse(RTR_COMPLETIONS, b.data, b.len, &a, &e);
+        tow_buf_fini(&b);
+        if (!extra) {
+            if (rc < 0) fail_msg("%s", e.message);
+            rtr_ask_free(a);
+            continue;
+        }
+        assert_true(rc < 0 && e.status == 400);
+        assert_non_null(strstr(e.message, "more than 262144 keys"));
+    }
+}
+
+static void test_api_request__messages_show_what_is_hidden(void **state)
+{
+    (void)state;
+    struct rtr_api_error e = {0};
+    struct rtr_ask *a = NULL;
+    char body[600] = "{\"prompt\": [1], \"max_tokens\": \"a\x7f\u202eb\u2066c\xc2\x85\u00e4\"}";
+    assert_true(parse(RTR_COMPLETIONS, body, strlen(body), &a, &e) < 0);
+    assert_non_null(strstr(e.message, "is \"a\\u007f\\u202eb\\u2066c\\u0085\u00e4\""));
+
+    /* A number of 400 digits is cut as a string is. */
+    size_t n = (size_t)snprintf(body, sizeof body, "{\"prompt\": [1], \"max_tokens\": ");
+    memset(body + n, '7', 400);
+    strcpy(body + n + 400, "}");
+    assert_true(parse(RTR_COMPLETIONS, body, strlen(body), &a, &e) < 0);
+    const char *at = strstr(e.message, "is 7");
+    assert_non_null(at);
+    assert_int_equal(strspn(at + 3, "7"), 40);
+
+    /* However long: within the room, and no half character. */
+    char many[640];
+    for (size_t i = 0; i + 3 < sizeof many; i += 3) memcpy(many + i, "\u202e", 4);
+    rtr_api_fail(&e, 400, "x", NULL, "%s", many);
+    assert_int_equal(strlen(e.message), 636);
+    assert_string_equal(e.message + 630, "\\u202e");
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -287,6 +338,8 @@ int main(void)
         cmocka_unit_test(test_api_request__a_bias_key_has_one_spelling),
         cmocka_unit_test(test_api_request__a_long_value_is_cut_between_characters),
         cmocka_unit_test(test_api_request__the_tree_keeps_what_is_pointed_into),
+        cmocka_unit_test(test_api_request__keys_are_bounded),
+        cmocka_unit_test(test_api_request__messages_show_what_is_hidden),
         cmocka_unit_test(test_api_request__a_body_of_too_many_values_is_refused_before_it_costs),
     };
     return cmocka_run_group_tests(tests, load, unload);

@@ -266,6 +266,24 @@ static void test_http_parse__a_refusal_names_header_value_and_limit(void **state
           "!400 every line must end in CR LF, \"Authorization\" does not");
     CHECK(POST "Authorization: Bearer secret\r\nAuthorization: Bearer secret\r\n",
           "!400 Authorization: must stand once, stands twice");
+    /* However a line with a secret is broken, nothing behind its name is quoted. */
+    CHECK(POST "Authorization Bearer secret\r\n",
+          "!400 header: must begin with a name and a colon without blanks, is \"Authorization\"");
+    CHECK(POST "proxy-authorization Basic secret:x\r\n",
+          "!400 header: must begin with a name and a colon without blanks, is "
+          "\"proxy-authorization\"");
+    CHECK(POST "COOKIE=secret\r\n",
+          "!400 header: must begin with a name and a colon without blanks, is \"COOKIE\"");
+    CHECK(POST "X-Api-Key=secret\r\n",
+          "!400 header: must begin with a name and a colon without blanks, is \"X-Api-Key\"");
+    CHECK(POST "X-Api-Key secret\n", "!400 every line must end in CR LF, \"X-Api-Key\" does not");
+    CHECK(POST "Authorization:\r\n Bearer secret\r\n",
+          "!400 header: must not begin with a blank (a folded line)");
+    CHECK(POST "Authorization:\r\n\tsecret\n", "!400 every line must end in CR LF, \"\" does not");
+    CHECK("Authorization: Bearer secret\r\n",
+          "!400 request line: must be METHOD TARGET HTTP/1.1, is \"Authorization\"");
+    CHECK("authorization secret HTTP/1.1\r\n",
+          "!400 request line: must be METHOD TARGET HTTP/1.1, is \"authorization\"");
     struct tow_buf b;
     tow_buf_init(&b, 0);
     tow_buf_puts(&b, POST "Authorization: Bearer ");

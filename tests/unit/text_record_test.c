@@ -8,7 +8,10 @@
 
 #include <float.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 static const char path[] = "tests/fuzz/corpus/record/whole.json";
 
@@ -127,6 +130,17 @@ static void test_text_record__what_is_wrong_is_named(void **state)
     refused("\"prompt\": 1", "\"prompt\": 2", "choices[1]");
     refused("\"prompts\": [[0, 3, 89],", "\"prompts\": [[],", "prompts[0]: expected an array of 1");
     refused("\"prompts\": [[0, 3, 89],", "\"prompts\": [7,", "prompts[0]: expected an array of 1");
+    refused("\"finish\": \"failed\"", "\"finish\": \"lost\"",
+            "choices[1].finish: 'lost' is none of stop, length, stop_string, cancelled, failed");
+    refused("\"role\": \"prefill\"", "\"role\": \"router\"",
+            "workers[0].role: 'router' is none of prefill, decode");
+    /* what a terminal would obey */
+    refused("\"role\": \"prefill\"", "\"role\": \"\\u001b[2J\"", "workers[0].role: byte 0 is a");
+    refused("\"finish\": \"failed\"", "\"finish\": \"fail\\u007f\"", "choices[1].finish: byte 4");
+    refused("\"fp8\"", "\"f\\u009bp8\"", "workers[0].facts: byte 1 is a control");
+    refused("\"fp8\"", "\"f\\u202ep8\"", "workers[0].facts: byte 1 is a control");
+    refused("\"layout.kv_dtype\"", "\"\\u0007layout.kv_dtype\"", "workers[0].facts: byte 0");
+    refused("chatcmpl-8e66", "chatcmpl\\u0007", "id: byte 8 is a control");
     refused("{\"towpath_record\"", "[{\"towpath_record\"", "record");
 }
 
@@ -139,6 +153,13 @@ static void test_text_record__files_that_are_none(void **state)
     assert_true(text_record_load(&r, "tests", &err) < 0);
     assert_true(text_record_load(&r, "/dev/null", &err) < 0);
     assert_true(text_record_load(&r, "/dev/zero", &err) < 0); /* has no end */
+    char pipe[] = "/tmp/tow-record-XXXXXX";
+    assert_non_null(mkdtemp(pipe));
+    assert_int_equal(rmdir(pipe), 0);
+    assert_int_equal(mkfifo(pipe, 0600), 0);
+    assert_true(text_record_load(&r, pipe, &err) < 0); /* nobody writes to it */
+    assert_non_null(strstr(err.msg, "not a regular file"));
+    unlink(pipe);
     assert_false(text_record_id_ok("a/b") || text_record_id_ok("") || text_record_id_ok("a.json"));
     assert_true(text_record_id_ok("chatcmpl-0_A"));
 }
