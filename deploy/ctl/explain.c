@@ -22,6 +22,7 @@ enum {
     COMPANY = BEFORE + AFTER,
     ONE_BY_ONE_MAX = 64, /* longest prompt that is replayed one token a pass, */
     BY_SEVEN_MAX = 2048, /* and by seven */
+    BEHIND_LOSS = 8,     /* steps compared behind a recorded loss */
     INDEX_RATIO = 4,     /* source tokens of an entry that the indexer ranks */
 };
 static const int32_t chunk_sizes[] = {1, 7, 64, 256, 512};
@@ -46,7 +47,10 @@ struct run {
     struct model *m;
     int32_t V, page_tokens;
     int32_t *ids; /* [n_prompt + n_output] owned */
-    int32_t n_prompt, n_output, n_steps;
+    int32_t n_prompt, n_output;
+    int32_t n_steps; /* of which logits are compared, */
+    int32_t n_drawn; /* and of which tokens are */
+    int32_t n_now;   /* of the way that runs */
     struct model_sampling sampling;
     struct model_bias *bias; /* owned */
     float *base;             /* [n_steps, V] owned */
@@ -127,7 +131,7 @@ static int compute(struct walk *w, int32_t from, int32_t to, bool last, struct t
 
 static int open_seq(struct walk *w, struct ctl_seq *s, uint64_t seed, struct tow_err *err)
 {
-    return ctl_seq_open(s, w->m, (int64_t)w->r->n_prompt + w->r->n_steps, COMPANIONS, COMPANIONS,
+    return ctl_seq_open(s, w->m, (int64_t)w->r->n_prompt + w->r->n_now, COMPANIONS, COMPANIONS,
                         seed, err);
 }
 
@@ -178,7 +182,7 @@ static int go(struct walk *w, on_step_fn on_step, void *ctx, struct tow_err *err
     if (rc < 0) return rc;
     on_step(w->r, ctx, w->way->resume, w->logits);
     if (w->way->hand_over) rc = move(w, first, err);
-    for (int32_t i = w->way->resume + 1; rc == 0 && i < r->n_steps; i++) {
+    for (int32_t i = w->way->resume + 1; rc == 0 && i < r->n_now; i++) {
         rc = pass(w, (int64_t)r->n_prompt + i - 1, 1, true, err);
         if (rc == 0) on_step(w->r, ctx, i, w->logits);
     }
@@ -225,8 +229,11 @@ static void keep_step(struct run *r, void *ctx, int32_t step, const float *logit
 {
     struct ctl_explain_report *out = r->out;
     (void)ctx;
-    memcpy(r->base + (int64_t)step * r->V, logits, (size_t)r->V * sizeof *logits);
-    const int32_t id = r->drawn[step] = draw(r, step, logits);
+    const int32_t id = draw(r, step, logits);
+    if (step < r->n_steps) {
+        memcpy(r->base + (int64_t)step * r->V, logits, (size_t)r->V * sizeof *logits);
+        r->drawn[step] = id;
+    }
     const bool at_end = step == r->n_output;
     const int32_t was = at_end ? -1 : r->ids[r->n_prompt + step];
     if (out->drawn_step >= 0 || (at_end ? is_end(r, id) : id == was)) return;
@@ -390,6 +397,15 @@ static int run_row(struct run *r, struct model *m, const struct way *way, bool m
     return 0;
 }
 
+/* Where the stream was last taken up elsewhere; 0: nowhere. */
+static int32_t last_loss(const struct text_record_choice *c)
+{
+    int32_t at = 0;
+    for (uint32_t i = 0; i < c->n_attempts; i++)
+        if (c->attempts[i].first_output > 0) at = (int32_t)c->attempts[i].first_output;
+    return at;
+}
+
 static int chunk_rows(struct run *r, const struct way *base, struct tow_err *err)
 {
     static const char meaning[] = "the chunk size of prefill";
@@ -408,17 +424,6 @@ static int chunk_rows(struct run *r, const struct way *base, struct tow_err *err
     }
     if (n == 1) skip_row(r, true, meaning, "chunk", "the prompt has one token");
     return rc;
-}
-
-/* Where the stream was taken up elsewhere, else its middle. */
-static int32_t resume_step(const struct run *r)
-{
-    int32_t at = 0;
-    for (uint32_t i = 0; i < r->choice->n_attempts; i++)
-        if (r->choice->attempts[i].first_output > 0)
-            at = (int32_t)r->choice->attempts[i].first_output;
-    if (at == 0 || at >= r->n_steps) at = r->n_steps / 2;
-    return at;
 }
 
 static int way_rows(struct run *r, const struct way *base, struct tow_err *err)
@@ -442,9 +447,13 @@ static int way_rows(struct run *r, const struct way *base, struct tow_err *err)
         skip_row(r, true, reused, "prefix", "the prompt fills no page of %d tokens",
                  r->page_tokens);
     w = *base;
-    w.resume = resume_step(r);
+    const int32_t loss = last_loss(r->choice);
+    w.resume = loss > 0 ? loss : r->n_steps / 2;
     snprintf(name, sizeof name, "resume.%d", w.resume);
-    if (rc == 0 && w.resume > 0)
+    if (rc == 0 && w.resume >= r->n_steps && loss > 0)
+        skip_row(r, true, resumed, "resume", "the loss at output %d lies behind the %d compared",
+                 loss, r->n_steps);
+    else if (rc == 0 && w.resume > 0)
         rc = run_row(r, r->m, &w, true, resumed, name, err);
     else if (rc == 0)
         skip_row(r, true, resumed, "resume", "the answer has one step");
@@ -641,11 +650,20 @@ static int read_choice(struct run *r, struct tow_err *err)
                         r->e->choice, rec->n_choices - 1);
     const struct text_record_choice *c = r->choice = &rec->choices[r->e->choice];
     const struct text_record_ids *prompt = &rec->prompts[c->prompt];
-    const int32_t max = r->e->max_steps ? r->e->max_steps : CTL_EXPLAIN_STEPS;
+    const int32_t loss = last_loss(c);
+    int32_t max = r->e->max_steps, max_drawn = max;
+    if (max == 0) {
+        max_drawn = CTL_EXPLAIN_DRAWN;
+        max = CTL_EXPLAIN_STEPS;
+        if (loss >= max && loss + BEHIND_LOSS <= CTL_EXPLAIN_STEPS_LOSS) max = loss + BEHIND_LOSS;
+    }
     const int32_t whole = (int32_t)c->output.n + !strcmp(c->finish, "stop");
     r->n_prompt = (int32_t)prompt->n;
     r->n_output = (int32_t)c->output.n;
     r->n_steps = whole < max ? whole : max;
+    r->n_drawn = whole < max_drawn ? whole : max_drawn;
+    r->out->n_drawn = r->n_drawn;
+    r->out->n_whole = whole;
     if (r->n_steps == 0)
         return tow_fail(err, TOW_EINVAL,
                         "record: choice %u has no output (%.40s): nothing to replay", r->e->choice,
@@ -773,7 +791,9 @@ static int run_all(struct run *r, struct tow_err *err)
     rc = plan(r, &base, err);
     if (rc < 0) return rc;
     const uint64_t began = begin(r, "baseline");
+    r->n_now = r->n_drawn;
     rc = run_way(r, r->m, &base, keep_step, NULL, NULL, err);
+    r->n_now = r->n_steps;
     end(r, "baseline", began);
     return rc < 0 ? rc : all_rows(r, &base, err);
 }

@@ -20,7 +20,12 @@ struct kern_ops;
 struct tow_buf;
 struct tow_err;
 
-enum { CTL_EXPLAIN_ROWS = 32, CTL_EXPLAIN_STEPS = 64 };
+enum {
+    CTL_EXPLAIN_ROWS = 32,
+    CTL_EXPLAIN_STEPS = 64,       /* of which logits are compared, */
+    CTL_EXPLAIN_STEPS_LOSS = 512, /* to reach a recorded loss, */
+    CTL_EXPLAIN_DRAWN = 4096      /* and of which the tokens are */
+};
 
 /* Rows by kind; a row is named as its kind, or KIND.WHICH. The last one has no name. */
 struct ctl_explain_kind {
@@ -38,7 +43,7 @@ struct ctl_explain {
     uint32_t choice;
     int32_t n_threads;    /* 0: all cores */
     int32_t chunk_tokens; /* 0: as recorded */
-    int32_t max_steps;    /* output tokens compared; 0: CTL_EXPLAIN_STEPS */
+    int32_t max_steps;    /* output tokens compared, in tokens and logits; 0: as above */
     const char *only;     /* NULL, or a list of names or beginnings: "chunk,handover" */
     /* NULL, or told when row i of n begins (seconds below 0) and when it ends. */
     void (*on_progress)(void *ctx, int32_t i, int32_t n, const char *name, double seconds);
@@ -68,7 +73,9 @@ struct ctl_explain_report {
     char fingerprint[17], isa[16], recorded_isa[16];
     const char *kv, *ik, *numerics; /* names; literals */
     int32_t n_threads, chunk, topk;
-    int32_t n_prompt, n_output, n_steps; /* steps compared; one more than outputs: the end token */
+    int32_t n_prompt, n_output;
+    int32_t n_steps, n_drawn; /* steps whose logits, and tokens, are compared, of */
+    int32_t n_whole;          /* these; one more than outputs: the end token */
     /* The first step at which the recorded sampler draws another token than was recorded. */
     int32_t drawn_step;      /* -1: none */
     int32_t recorded, drawn; /* recorded -1: an end token */

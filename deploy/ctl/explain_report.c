@@ -68,11 +68,15 @@ static void put_head(const struct ctl_explain *e, const struct ctl_explain_repor
 static void put_drawn(const struct ctl_explain_report *r, ctl_token_text text_of, void *ctx,
                       struct tow_buf *out)
 {
-    const bool with_end = r->n_steps > r->n_output;
+    if (r->drawn_step < 0 && r->n_drawn < r->n_whole) {
+        tow_buf_printf(out,
+                       "tokens     PASS  the first %d of %d drawn again (--max-tokens-compared)\n",
+                       r->n_drawn, r->n_whole);
+        return;
+    }
     if (r->drawn_step < 0) {
-        tow_buf_printf(out, "tokens     PASS  all %d%s drawn again%s\n", r->n_steps,
-                       with_end ? ", the end among them," : "",
-                       r->n_steps < r->n_output ? " (the first ones; --max-tokens-compared)" : "");
+        tow_buf_printf(out, "tokens     PASS  all %d%s drawn again\n", r->n_drawn,
+                       r->n_drawn > r->n_output ? ", the end among them," : "");
         return;
     }
     tow_buf_printf(out, "tokens     FAIL  step %d: recorded ", r->drawn_step);
@@ -255,8 +259,16 @@ void ctl_explain_verdict(const struct ctl_explain_report *r, ctl_token_text text
                                   : " No other way of computing it was tried;");
     }
     if (ctl_explain_good(r)) {
-        tow_buf_printf(out, "The answer is the model's own: one process draws the same %d token%s",
-                       r->n_steps, r->n_steps == 1 ? "" : "s");
+        if (r->n_drawn < r->n_whole)
+            tow_buf_printf(
+                out,
+                "Of the first %d of %d tokens the answer is the model's own: one process "
+                "draws the same; the others were not compared (--max-tokens-compared)",
+                r->n_drawn, r->n_whole);
+        else
+            tow_buf_printf(out,
+                           "The answer is the model's own: one process draws the same %d token%s",
+                           r->n_drawn, r->n_drawn == 1 ? "" : "s");
         if (n_must) {
             char before[80] = ", and another way to compute them (";
             if (n_must > 1)
@@ -265,11 +277,14 @@ void ctl_explain_verdict(const struct ctl_explain_report *r, ctl_token_text text
             put_kinds(r, true, true, before, ")", out);
             tow_buf_printf(out, " changes %s bit of %" PRId64 " logits",
                            n_must > 1 ? "one" : "not one", n_logits);
+            if (r->n_steps < r->n_whole) tow_buf_printf(out, " of the first %d steps", r->n_steps);
         }
         tow_buf_puts(out, ".");
         const char *note;
         if (has_run(r, ctl_explain_kind_of("handover"), &note))
-            tow_buf_puts(out, " Disaggregation is ruled out.");
+            tow_buf_puts(out, r->n_steps < r->n_whole
+                                  ? " Disaggregation is ruled out for those steps."
+                                  : " Disaggregation is ruled out.");
     }
     put_kinds(r, true, false, " Not run, so not ruled out: ", ".", out);
     put_settings(r, text_of, ctx, out);
@@ -340,9 +355,11 @@ void ctl_explain_json(const struct ctl_explain *e, const struct ctl_explain_repo
                    "\"steps\": %d, \"attempts\": %" PRIu32 ", ",
                    e->choice, r->n_threads, r->chunk, r->topk, r->n_prompt, r->n_output, r->n_steps,
                    choice_of(e)->n_attempts);
-    tow_buf_printf(out, "\"good\": %s, \"failed\": %d, \"tokens\": {\"drawn_again\": %s, ",
+    tow_buf_printf(out,
+                   "\"good\": %s, \"failed\": %d, \"tokens\": {\"drawn_again\": %s, "
+                   "\"compared\": %d, \"of\": %d, ",
                    ctl_explain_good(r) ? "true" : "false", r->n_failed,
-                   r->drawn_step < 0 ? "true" : "false");
+                   r->drawn_step < 0 ? "true" : "false", r->n_drawn, r->n_whole);
     if (r->drawn_step >= 0) {
         put_step(out, "recorded", r->recorded);
         put_step(out, "drawn", r->drawn);

@@ -395,6 +395,54 @@ static void test_explain__an_end_is_a_token(void **state)
     record.eos = (struct text_record_ids){0};
 }
 
+/* Tokens are compared to the end, logits of the first steps, or as far as a recorded loss. */
+static void test_explain__what_lies_behind_the_steps_compared_is_told(void **state)
+{
+    enum { LONG = 70, WRONG = 67, LOSS = 66 };
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    struct tow_buf text;
+    static int32_t answer[LONG];
+    (void)state;
+    prompts[0].n = 5;
+    choice.output.ids = answer;
+    e.only = "prefix"; /* which such a prompt has none of: the baseline alone is run */
+    for (uint32_t n = 1; n <= LONG; n++) {
+        choice.output.n = n;
+        run(&e, &r);
+        if (r.drawn_step >= 0) answer[r.drawn_step] = r.drawn;
+    }
+    run(&e, &r);
+    assert_true(ctl_explain_good(&r) && r.n_drawn == LONG && r.n_steps == CTL_EXPLAIN_STEPS);
+    answer[WRONG] ^= 1;
+    run(&e, &r);
+    assert_int_equal(r.drawn_step, WRONG);
+    assert_false(ctl_explain_good(&r));
+    answer[WRONG] ^= 1;
+
+    e.only = "resume";
+    choice.n_attempts = 2;
+    attempts[1].first_output = LOSS;
+    run(&e, &r);
+    assert_int_equal(r.n_steps, LONG);
+    assert_int_equal(row_of(&r, "resume.66")->n_logits, (LONG - LOSS) * VOCAB);
+    e.max_steps = 64;
+    run(&e, &r);
+    assert_string_equal(row_of(&r, "resume")->note,
+                        "the loss at output 66 lies behind the 64 compared");
+    tow_buf_init(&text, 0);
+    ctl_explain_table(&e, &r, NULL, NULL, &text);
+    assert_non_null(strstr(text.data, "PASS  the first 64 of 70 drawn again"));
+    assert_non_null(
+        strstr(text.data, "Of the first 64 of 70 tokens the answer is the model's own"));
+    assert_non_null(strstr(text.data, "resumption (the loss at output 66 lies behind"));
+    tow_buf_fini(&text);
+    attempts[1].first_output = 0;
+    choice.n_attempts = 1;
+    choice.output = (struct text_record_ids){output, N_OUTPUT};
+    prompts[0].n = N_PROMPT;
+}
+
 static void test_explain__what_cannot_be_replayed_is_refused(void **state)
 {
     struct ctl_explain e = settings();
@@ -438,6 +486,7 @@ int main(void)
         cmocka_unit_test(test_explain__a_stale_page_after_the_hand_over_is_found),
         cmocka_unit_test(test_explain__a_token_that_is_not_the_models_is_found),
         cmocka_unit_test(test_explain__an_end_is_a_token),
+        cmocka_unit_test(test_explain__what_lies_behind_the_steps_compared_is_told),
         cmocka_unit_test(test_explain__what_cannot_be_replayed_is_refused),
     };
     return cmocka_run_group_tests(tests, make_record, NULL);
