@@ -4,6 +4,7 @@
 #include "common/base/err.h"
 #include "common/text/json.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -234,6 +235,9 @@ static int post(const struct ctl_client *c, const char *path, const struct tow_b
             rc = json_parse(out, reply.body.data ? reply.body.data : "", reply.body.len, NULL, err);
             if (rc < 0) tow_note(err, "%s: POST %s", c->url, path);
         }
+        if (later)
+            fprintf(stderr, "%s: POST %s: %d; asking again in %lld s (try %d of %d)\n", c->url,
+                    path, reply.status, (long long)pause.tv_sec, try + 1, MAX_TRIES);
         ctl_reply_fini(&reply);
         if (!later) return rc;
         nanosleep(&pause, NULL);

@@ -1,12 +1,14 @@
 /* ctl/client.c - see client.h. */
 #include "deploy/ctl/client.h"
 
+#include "common/base/clock.h"
 #include "common/base/err.h"
 #include "common/base/log.h"
 #include "common/text/json.h"
 
 #include <stdio.h>
 #include <string.h>
+#include <time.h>
 
 enum { MAX_KEY_FILE = 65536 };
 
@@ -106,5 +108,45 @@ int ctl_client_json(const struct ctl_client *c, const char *method, const char *
     }
     if (rc == 0 && status) *status = reply.status;
     ctl_reply_fini(&reply);
+    return rc;
+}
+
+/* The server's word for why it is not ready, in *why; 0: ready, or without a way to ask. */
+static int ask_ready(const struct ctl_client *c, struct tow_buf *why, struct tow_err *err)
+{
+    struct ctl_reply reply;
+    struct json *root = NULL;
+    size_t n = 0;
+    int rc = ctl_http_call(&c->server, "GET", "/ready", NULL, NULL, NULL, &reply, err);
+    if (rc == 0 && reply.status == 503) {
+        if (reply.body.len) (void)json_parse(&root, reply.body.data, reply.body.len, NULL, NULL);
+        const char *word = json_string(json_find(root, "status"), &n);
+        tow_buf_clear(why);
+        ctl_put_clean(why, word ? word : "503", word ? (n < 80 ? n : 80) : 3);
+        json_free(root);
+        rc = 1;
+    }
+    ctl_reply_fini(&reply);
+    return rc;
+}
+
+int ctl_client_wait_ready(const struct ctl_client *c, const char *command, double wait_s,
+                          struct tow_err *err)
+{
+    const uint64_t end_ms = tow_now_ms() + (uint64_t)(wait_s * 1000);
+    struct tow_buf why;
+    tow_buf_init(&why, 0);
+    int rc = ask_ready(c, &why, err);
+    if (rc > 0)
+        fprintf(stderr, "towpath-ctl %s: %s is not ready (%s); waiting for it, %g s at most\n",
+                command, c->url, why.data ? why.data : "", wait_s);
+    while (rc > 0 && tow_now_ms() < end_ms) {
+        nanosleep(&(struct timespec){.tv_nsec = 500 * 1000 * 1000}, NULL);
+        rc = ask_ready(c, &why, err);
+    }
+    if (rc > 0)
+        rc = tow_fail(err, TOW_EPEER, "%s: not ready after %g s (--ready-wait): %s", c->url, wait_s,
+                      why.data ? why.data : "");
+    tow_buf_fini(&why);
     return rc;
 }

@@ -22,6 +22,7 @@ struct verify {
     bool capture, json;
     unsigned shadow;
     int64_t length, seed;
+    double ready_wait_s;
     struct ctl_hay hay;
 };
 
@@ -461,6 +462,14 @@ int ctl_verify_main(int argc, char **argv)
          .out = &v.shadow_list,
          .otherwise = "none",
          .help = "with --capture, also rank by keys of these types: list of bf16,fp8,fp4"},
+        {.name = "ready-wait",
+         .type = TOW_OPT_FLOAT,
+         .out = &v.ready_wait_s,
+         .def = "60",
+         .fmin = 0,
+         .fmax = 86400,
+         .unit = "s",
+         .help = "wait for a router that is not ready, as when a role has no worker"},
         {.name = "json",
          .type = TOW_OPT_BOOL,
          .out = &v.json,
@@ -495,7 +504,8 @@ int ctl_verify_main(int argc, char **argv)
         if (rc == 0 && go) {
             ctl_hay_init(&v.hay, CTL_FILL_MIXED, (uint64_t)v.seed, (struct ctl_hard){0});
             struct tow_err unsaid = {0};
-            rc = run(&v, checks, &err);
+            rc = ctl_client_wait_ready(&v.client, "verify", v.ready_wait_s, &err);
+            if (rc == 0) rc = run(&v, checks, &err);
             int said = report(&v, checks, rc < 0 ? &unsaid : &err);
             if (rc == 0) rc = said;
             for (int i = 0; i < CTL_CHECKS; i++) passed = passed && checks[i].state == CTL_PASSED;

@@ -85,6 +85,14 @@ class Stub(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
+    def do_GET(self):
+        status = self.server.ready.pop(0) if len(self.server.ready) > 1 else self.server.ready[0]
+        data = json.dumps({"status": "ready" if status == 200 else "starting"}).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         status, value, headers = 200, None, {}
@@ -109,7 +117,7 @@ def said(text, finish="stop", **message):
 @contextlib.contextmanager
 def stub(answer):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub)
-    server.answer, server.seen = answer, []
+    server.answer, server.seen, server.ready = answer, [], [200]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
@@ -156,6 +164,18 @@ def test_exit_statuses(build):
         assert "tools      not made: " in r.stdout and "0 of 3 checks passed, 1 could not be made, 2 not run" in r.stdout, r
         r = ctl(build, "needle", *url, "--lengths", "200", "--concurrency", "4")
         assert r.returncode == 2 and "500: broken" in r.stderr and "cell 200," in r.stderr, r
+
+
+def test_a_router_that_is_not_ready(build):
+    """It is waited for, which is said; for --ready-wait at most, and then no request was sent."""
+    with stub(knows) as (server, url):
+        server.ready = [503, 503, 200]
+        r = ctl(build, "verify", *url, "--length", "500")
+        assert r.returncode == 0 and "is not ready (starting); waiting for it, 60 s at most" in r.stderr, r
+        server.ready, n = [503], len(server.seen)
+        r = ctl(build, "verify", *url, "--length", "500", "--ready-wait", "0.1")
+        assert r.returncode == 2 and "not ready after 0.1 s (--ready-wait): starting" in r.stderr, r
+        assert len(server.seen) == n and "0 of 3 checks passed" in r.stdout, r
 
 
 def test_checks_before_one_that_cannot_be_made_are_reported(build):
@@ -250,6 +270,6 @@ def test_full_server_is_asked_again(build):
 
 
 if __name__ == "__main__":
-    harness.main([test_exit_statuses, test_checks_before_one_that_cannot_be_made_are_reported, test_needle_counts_what_is_found, test_server_without_captures,
+    harness.main([test_exit_statuses, test_a_router_that_is_not_ready, test_checks_before_one_that_cannot_be_made_are_reported, test_needle_counts_what_is_found, test_server_without_captures,
                   test_a_file_that_cannot_be_written_is_known_before_the_work,
                   test_full_server_is_asked_again, test_verify_and_sweep_a_cluster], __doc__)
