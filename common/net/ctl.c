@@ -563,7 +563,7 @@ static int owner_init(struct owner *o, struct net_loop *loop, const char *url,
     if (rc < 0) goto close_wake;
     rc = io_init(&o->io, kind, o, NULL);
     if (rc < 0) {
-        tow_fail(err, rc, "control URL %s: out of memory", url);
+        tow_fail(err, rc, "control URL %s: out of memory or threads (ulimit -u)", url);
         goto close_timer;
     }
     net_timer_start(o->sweep, SWEEP_MS, SWEEP_MS);
@@ -721,7 +721,8 @@ int net_ctl_dial(struct net_ctl_dialer **out, struct net_loop *loop, const char 
     int rv = nng_stream_dialer_alloc(&d->dialer, url);
     if (rv != 0) {
         owner_abandon(&d->o);
-        return tow_fail(err, TOW_ECONFIG, "control URL %s: %s", url, nng_strerror(rv));
+        return tow_fail(err, TOW_ECONFIG, "control URL %s: %s%s", url, nng_strerror(rv),
+                        rv == NNG_ENOMEM ? ", or out of threads (ulimit -u)" : "");
     }
     nng_stream_dialer_set_bool(d->dialer, NNG_OPT_TCP_NODELAY, true);
     nng_stream_dialer_set_bool(d->dialer, NNG_OPT_TCP_KEEPALIVE, true);

@@ -17,6 +17,7 @@
 #include "common/net/sdnotify.h"
 #include "common/net/status.h"
 #include "common/text/config.h"
+#include "common/worker/limits.h"
 #include "kernels/dev.h"
 
 #include <signal.h>
@@ -909,6 +910,7 @@ static int start_all(struct work *w, struct tow_err *err)
     if ((rc = net_loop_open(&w->loop, err)) < 0) return rc;
     if ((rc = net_wake_open(&o->mover_wake, w->loop, on_mover_wake, w, err)) < 0) return rc;
     if ((rc = net_wake_open(&o->engine_wake, w->loop, on_engine_wake, w, err)) < 0) return rc;
+    if ((rc = work_limits_threads(err)) < 0) return rc;
     if ((rc = open_mover(w, err)) < 0) return rc;
     /* UCX takes SIGBUS for itself when it starts. */
     if ((rc = model_weights_guard(err)) < 0) return rc;
@@ -972,7 +974,7 @@ static const char *const fault_places[] = {
     "*",          "ctl.frame",     "engine.memory", "engine.probe", "engine.step", "kv.get",
     "kv.offer",   "kv.put",        "link.flip",     "link.jam",     "link.map",    "link.ping",
     "mover.send", "mover.connect", "mover.drop",    "mover.offer",  "mover.touch", "mover.expect",
-    "mover.stop", "mover.cancel",  "mover.relink",  "text.jit"};
+    "mover.stop", "worker.thread", "mover.cancel",  "mover.relink",  "text.jit"};
 
 static bool is_fault_place(const char *name)
 {
@@ -1080,7 +1082,8 @@ int work_run(const struct work_role *role, int argc, char **argv)
     tow_buf_init(&o->token, 0);
     tow_log_init(role->program, TOW_LOG_INFO, TOW_LOG_TEXT);
 
-    int rc = read_settings(w, argc, argv, &what, &err);
+    int rc = work_limits_stack(&err);
+    if (rc == 0) rc = read_settings(w, argc, argv, &what, &err);
     if (rc == 0 && what == TOW_OPTS_RUN) {
         rc = start_all(w, &err);
         if (rc == 0) {

@@ -116,6 +116,16 @@ def test_too_little_shared_memory_is_explained(build):
         assert "fit into no shared memory: System V has room for 7813 KiB" in text and "/dev/shm has " in text, text
 
 
+def test_limits_of_threads_and_stacks_are_told(build):
+    """One line before the transport, whose library aborts where a thread or a stack cannot be had."""
+    flags = ["--kv-pages", "64", "--threads", "1", "--join", "tcp://127.0.0.1:1"]
+    for program in ("prefill", "decode"):
+        status, text = end_of(build, program, *flags, "--fault", "worker.thread=3:fail")
+        assert status == 1 and " threads, 2 could be started: " in text and "ulimit -u" in text, (status, text)
+        status, text = end_of(build, program, *flags, before=["sh", "-c", 'ulimit -s 48; exec "$@"', "sh"])
+        assert status == 1 and "stacks of 48 KiB: at least 64 KiB" in text and text.count("\n") <= 1, (status, text)
+
+
 def test_file_size_limit_is_an_error_and_no_signal(build):
     """Shared memory and logs are files to the limit: what cannot be written is told, where the default is to be killed."""
     at_limit = ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
@@ -235,7 +245,8 @@ if __name__ == "__main__":
     harness.main([test_pause_of_the_router_is_nobodys_fault, test_mute_connections_do_not_keep_workers_out,
                   test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
-                  test_too_little_shared_memory_is_explained, test_file_size_limit_is_an_error_and_no_signal,
+                  test_too_little_shared_memory_is_explained, test_limits_of_threads_and_stacks_are_told,
+                  test_file_size_limit_is_an_error_and_no_signal,
                   test_too_few_descriptors_are_told_at_start, test_too_little_address_space_is_told_at_start,
                   test_model_names_that_are_refused,
                   test_start_says_nothing_of_ucx,
