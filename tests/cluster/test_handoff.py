@@ -191,6 +191,14 @@ def test_ports(build):
         assert c.chat("Who are you?")[0] == 200
 
 
+def fault_places():
+    """Of the libraries of a worker, by their source."""
+    for folder, _, files in os.walk(os.path.join(harness.ROOT, "common")):
+        for name in files:
+            with open(os.path.join(folder, name), encoding="utf-8") as f:
+                yield from re.findall(r'tow_fault\("([a-z.]+)"\)|= "(mover\.[a-z]+)"', f.read()) if name.endswith(".c") else ()
+
+
 def test_bad_settings(build):
     """A value that cannot be right stops the program with a line naming the flag and the right range. --check-config
     says the same line, unless only the network shows it."""
@@ -246,9 +254,13 @@ def test_bad_settings(build):
         keys, records = os.path.join(c.dir, "keys"), os.path.join(c.dir, "records")
         with open(keys, "w") as f:
             f.write("a-key\n")
+        places = sorted({a or b for a, b in fault_places()})
+        assert len(places) > 10
         for program, flags in (("router", ["--api-key-file", keys, "--record-dir", records]),
                                ("decode", ["--kv-pages", "2", "--context-length", "512"]),
-                               ("prefill", ["--numerics", "exact"])):
+                               ("prefill", ["--numerics", "exact"]),
+                               *(("decode", ["--fault", ",".join(x + "=1" for x in places[i:i + 16])])
+                                 for i in range(0, len(places), 16))):
             p = harness.Process(c, program, "good", ["--model", MODEL, "--check-config"] + flags)
             c.others = [p]
             p.start()

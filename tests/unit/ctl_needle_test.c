@@ -561,6 +561,19 @@ static void test_ctl_ask__answer_that_is_none_is_refused(void **state)
     }
 }
 
+/* Lines and tabs stay; what a terminal obeys or writes backwards for is shown. */
+static void test_ctl_put_clean__foreign_text_commands_no_terminal(void **state)
+{
+    static const char foreign[] = "a\n\tb\x1b\x7f\xc2\x9b\xe2\x80\xae\xe2\x81\xa6\xff\xc3\xa9\xc2";
+    struct tow_buf out;
+    (void)state;
+    tow_buf_init(&out, 0);
+    ctl_put_clean(&out, foreign, sizeof foreign - 1);
+    assert_string_equal(out.data, "a\n\tb\\x1b\\x7f\\xc2\\x9b\\xe2\\x80\\xae\\xe2\\x81\\xa6\\xff"
+                                  "\xc3\xa9\\xc2");
+    tow_buf_fini(&out);
+}
+
 static void test_ctl_verify__reports_say_pass_and_fail(void **state)
 {
     (void)state;
@@ -584,8 +597,8 @@ static void test_ctl_verify__reports_say_pass_and_fail(void **state)
     const struct text_verdict_row row = {.layer = 4, .topk = 8, .rank = 20};
     ctl_ranks_judge(&checks[1].answer.ranks, &row, 1, false);
     ctl_verify_print(checks, 2, &out);
-    assert_non_null(
-        strstr(out.data, "PASS  secret       8192 prompt tokens, stop, 1 request: one two\\x1b[2J\n"));
+    assert_non_null(strstr(
+        out.data, "PASS  secret       8192 prompt tokens, stop, 1 request: one two\\x1b[2J\n"));
     assert_non_null(strstr(out.data, "FAIL  structured"));
     assert_non_null(strstr(out.data, "the answer lacks \"v\"\n"));
     assert_non_null(strstr(out.data, "verdict coverage: "));
@@ -660,6 +673,7 @@ int main(void)
         cmocka_unit_test(test_ctl_ask__request_is_json_with_what_was_asked),
         cmocka_unit_test(test_ctl_ask__answer_with_a_capture),
         cmocka_unit_test(test_ctl_ask__answer_that_is_none_is_refused),
+        cmocka_unit_test(test_ctl_put_clean__foreign_text_commands_no_terminal),
         cmocka_unit_test(test_ctl_verify__reports_say_pass_and_fail),
         cmocka_unit_test(test_ctl_needle__what_cannot_be_made_exits_2),
     };
