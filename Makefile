@@ -121,7 +121,7 @@ help:
 	@echo "settings          VARIANT=release|asan|tsan|fuzz WERROR=1 CUDA=0 CC= PREFIX= DESTDIR= FUZZ_SECONDS="
 
 # What was compiled with other flags is compiled again. (-Werror changes no object.)
-FLAGS_NOW := $(CC) $(filter-out -Werror,$(CFLAGS)) $(if $(CU_SRC),$(NVCC) $(NVCCFLAGS))
+FLAGS_NOW := $(CC) $(filter-out -Werror,$(CFLAGS)) $(if $(CU_SRC),$(NVCC) $(filter-out -Werror all-warnings,$(NVCCFLAGS)))
 FLAGS_FILE := $(B)/obj/flags
 $(FLAGS_FILE):
 	@mkdir -p $(@D)
