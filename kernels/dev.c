@@ -95,39 +95,56 @@ void kern_dev_free(struct kern_dev *dev, void *p)
 {
     if (p) of(dev)->free(dev, p);
 }
+/* One shape and one form: a back end takes its strides from the first. */
+static bool alike(const struct kern_weight *a, const struct kern_weight *b)
+{
+    return a->fmt == b->fmt && a->sfmt == b->sfmt && a->n == b->n && a->k == b->k;
+}
+
 int kern_dev_place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
 {
-    return of(dev)->place(dev, w, n, err);
+    for (int32_t i = 1; i < n; i++)
+        if (!alike(&w[0], &w[i]))
+            return tow_fail(err, TOW_EINVAL,
+                            "weight %d of %d is [%d, %d] of another form than the first, [%d, %d]",
+                            i, n, w[i].n, w[i].k, w[0].n, w[0].k);
+    return of(dev)->host_memory ? 0 : of(dev)->place(dev, w, n, err);
 }
 const void *kern_dev_place_bytes(struct kern_dev *dev, const void *host, size_t bytes)
 {
-    return of(dev)->place_bytes(dev, host, bytes);
+    return of(dev)->host_memory ? host : of(dev)->place_bytes(dev, host, bytes);
 }
 void kern_dev_unplace(struct kern_dev *dev, const void *placed)
 {
-    if (placed) of(dev)->unplace(dev, placed);
+    if (placed && !of(dev)->host_memory) of(dev)->unplace(dev, placed);
+}
+
+static int copy_host(void *dst, const void *src, size_t bytes)
+{
+    if (bytes) memcpy(dst, src, bytes);
+    return 0;
 }
 int kern_stream_sync(struct kern_stream *s)
 {
-    return of(s)->sync(s);
+    return of(s)->host_memory ? 0 : of(s)->sync(s);
 }
 int kern_stream_write(struct kern_stream *s, void *dst, const void *src, size_t bytes)
 {
-    return of(s)->write(s, dst, src, bytes);
+    return of(s)->host_memory ? copy_host(dst, src, bytes) : of(s)->write(s, dst, src, bytes);
 }
 int kern_stream_read(struct kern_stream *s, void *dst, const void *src, size_t bytes)
 {
-    return of(s)->read(s, dst, src, bytes);
+    return of(s)->host_memory ? copy_host(dst, src, bytes) : of(s)->read(s, dst, src, bytes);
 }
 int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t bytes)
 {
-    return of(s)->copy(s, dst, src, bytes);
+    return of(s)->host_memory ? copy_host(dst, src, bytes) : of(s)->copy(s, dst, src, bytes);
 }
 int kern_stream_repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg)
 {
-    return of(s)->repeat ? of(s)->repeat(s, key, enqueue, arg) : enqueue(arg);
+    return of(s)->host_memory ? enqueue(arg) : of(s)->repeat(s, key, enqueue, arg);
 }
 int kern_stream_batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
 {
-    return of(s)->batch(s, seqs, n_seqs);
+    return of(s)->host_memory ? 0 : of(s)->batch(s, seqs, n_seqs);
 }

@@ -21,12 +21,13 @@ struct kern_backend {
     uint64_t (*free_bytes)(const struct kern_dev *dev); /* NULL: host memory */
     void *(*alloc)(struct kern_dev *dev, size_t bytes);
     void (*free)(struct kern_dev *dev, void *p);
+    /* Those below are not asked where device memory is host memory: nothing is enqueued there, copies
+     * are memcpy, weights stay where they are (kernels/dev.c). */
     int (*sync)(struct kern_stream *s);
     int (*write)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*read)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*copy)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
-    int (*repeat)(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg),
-                  void *arg); /* NULL: nothing is gained */
+    int (*repeat)(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg);
     int (*batch)(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs);
     int (*place)(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err);
     const void *(*place_bytes)(struct kern_dev *dev, const void *host, size_t bytes);

@@ -536,37 +536,6 @@ static void use_inner(struct kern_dev *m)
 {
     kern_dev_use(m->inner);
 }
-static int copy(struct kern_stream *s, void *dst, const void *src, size_t bytes)
-{
-    (void)s;
-    if (bytes) memcpy(dst, src, bytes);
-    return 0;
-}
-static int sync_none(struct kern_stream *s)
-{
-    (void)s;
-    return 0;
-}
-static int batch_none(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
-{
-    (void)s, (void)seqs, (void)n_seqs;
-    return 0;
-}
-static int place_none(struct kern_dev *m, struct kern_weight *w, int32_t n, struct tow_err *err)
-{
-    (void)m, (void)w, (void)n, (void)err;
-    return 0;
-}
-static const void *place_bytes_none(struct kern_dev *m, const void *host, size_t bytes)
-{
-    (void)m, (void)bytes;
-    return host;
-}
-static void unplace_none(struct kern_dev *m, const void *placed)
-{
-    (void)m, (void)placed;
-}
-
 static const struct kern_backend mirror_backend = {.ops = &mirror_ops,
                                                    .host_memory = true,
                                                    .use = use_inner,
@@ -576,15 +545,7 @@ static const struct kern_backend mirror_backend = {.ops = &mirror_ops,
                                                    .isa = isa_of,
                                                    .why = why_of,
                                                    .alloc = alloc_host,
-                                                   .free = free_host,
-                                                   .sync = sync_none,
-                                                   .write = copy,
-                                                   .read = copy,
-                                                   .copy = copy,
-                                                   .batch = batch_none,
-                                                   .place = place_none,
-                                                   .place_bytes = place_bytes_none,
-                                                   .unplace = unplace_none};
+                                                   .free = free_host};
 
 int kern_dev_open_mirror(struct kern_dev **out_dev, struct kern_dev *inner, struct tow_err *err)
 {

@@ -342,37 +342,6 @@ static void free_host(struct kern_dev *dev, void *p)
     free(p);
 }
 
-static int copy(struct kern_stream *s, void *dst, const void *src, size_t bytes)
-{
-    (void)s;
-    if (bytes) memcpy(dst, src, bytes);
-    return 0;
-}
-static int sync_none(struct kern_stream *s)
-{
-    (void)s;
-    return 0;
-}
-static int batch_none(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
-{
-    (void)s, (void)seqs, (void)n_seqs;
-    return 0;
-}
-static int place_none(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
-{
-    (void)dev, (void)w, (void)n, (void)err;
-    return 0;
-}
-static const void *place_bytes_none(struct kern_dev *dev, const void *host, size_t bytes)
-{
-    (void)dev, (void)bytes;
-    return host;
-}
-static void unplace_none(struct kern_dev *dev, const void *placed)
-{
-    (void)dev, (void)placed;
-}
-
 static const struct kern_backend cpu_backend = {.ops = &kern_cpu,
                                                 .host_memory = true,
                                                 .close = close_cpu,
@@ -380,15 +349,7 @@ static const struct kern_backend cpu_backend = {.ops = &kern_cpu,
                                                 .threads = threads_of,
                                                 .isa = isa_of,
                                                 .alloc = alloc_host,
-                                                .free = free_host,
-                                                .sync = sync_none,
-                                                .write = copy,
-                                                .read = copy,
-                                                .copy = copy,
-                                                .batch = batch_none,
-                                                .place = place_none,
-                                                .place_bytes = place_bytes_none,
-                                                .unplace = unplace_none};
+                                                .free = free_host};
 
 int kern_dev_open_cpu(struct kern_dev **out, int n_threads, enum kern_cpu_isa isa,
                       struct tow_err *err)

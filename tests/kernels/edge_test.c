@@ -684,6 +684,23 @@ static void test_team__runs_each_part_once_and_rests_when_idle(void **state)
     }
 }
 
+/* Weights placed as one array share strides: one of another form would be read past its end. */
+static void test_dev__an_array_of_weights_is_of_one_form(void **state)
+{
+    struct tow_err err;
+    struct kern_weight w[3];
+    (void)state;
+    for (int i = 0; i < 3; i++)
+        w[i] = (struct kern_weight){.fmt = KERN_W_FP8, .sfmt = KERN_S_UE8M0, .n = 8, .k = 16};
+    assert_int_equal(kern_dev_place(dev, w, 3, &err), 0);
+    w[2].sfmt = KERN_S_F32;
+    assert_int_equal(kern_dev_place(dev, w, 3, &err), TOW_EINVAL);
+    assert_non_null(strstr(err.msg, "weight 2 of 3"));
+    w[2] = w[0];
+    w[1].k = 32;
+    assert_int_equal(kern_dev_place(dev, w, 3, &err), TOW_EINVAL);
+}
+
 static void test_dev__bad_values_are_named(void **state)
 {
     struct kern_dev *d = NULL;
@@ -715,7 +732,8 @@ int main(void)
         cmocka_unit_test(test_pages__companions_beyond_4gib_give_the_same_ranks),
         cmocka_unit_test(test_compress__folded_state_is_close_to_two_passes),
         cmocka_unit_test(test_team__runs_each_part_once_and_rests_when_idle),
-        cmocka_unit_test(test_dev__bad_values_are_named)};
+        cmocka_unit_test(test_dev__bad_values_are_named),
+        cmocka_unit_test(test_dev__an_array_of_weights_is_of_one_form)};
     int failed = cmocka_run_group_tests_name("kernels/edge", tests, NULL, NULL);
     kern_dev_close(dev);
     return failed;
