@@ -83,6 +83,10 @@ bool kern_dev_host_memory(const struct kern_dev *dev)
 {
     return of(dev)->host_memory;
 }
+bool kern_dev_fp8_products(struct kern_dev *dev, bool on)
+{
+    return of(dev)->fp8_products && of(dev)->fp8_products(dev, on);
+}
 uint64_t kern_dev_free_bytes(const struct kern_dev *dev)
 {
     return of(dev)->free_bytes ? of(dev)->free_bytes(dev) : 0;

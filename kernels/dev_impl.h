@@ -17,8 +17,9 @@ struct kern_backend {
     struct kern_stream *(*stream)(struct kern_dev *dev);
     int (*threads)(const struct kern_dev *dev);
     const char *(*isa)(const struct kern_dev *dev);
-    const char *(*why)(const struct kern_dev *dev);     /* NULL: codes say enough */
-    uint64_t (*free_bytes)(const struct kern_dev *dev); /* NULL: host memory */
+    const char *(*why)(const struct kern_dev *dev);      /* NULL: codes say enough */
+    uint64_t (*free_bytes)(const struct kern_dev *dev);  /* NULL: host memory */
+    bool (*fp8_products)(struct kern_dev *dev, bool on); /* NULL: does not have them */
     void *(*alloc)(struct kern_dev *dev, size_t bytes);
     void (*free)(struct kern_dev *dev, void *p);
     /* Those below are not asked where device memory is host memory: nothing is enqueued there, copies

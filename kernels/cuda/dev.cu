@@ -524,6 +524,13 @@ static uint64_t free_bytes(const struct kern_dev *dev)
     return cudaMemGetInfo(&n, &total) == cudaSuccess ? n : 0;
 }
 
+static bool fp8_products(struct kern_dev *dev, bool on)
+{
+    if (dev->stream.arch != 90) return false;
+    cuda_fp8_products = on;
+    return true;
+}
+
 static const struct kern_backend *backend(void)
 {
     static struct kern_backend b;
@@ -535,6 +542,7 @@ static const struct kern_backend *backend(void)
     b.threads = one_thread;
     b.isa = isa_of;
     b.free_bytes = free_bytes;
+    b.fp8_products = fp8_products;
     b.alloc = alloc_dev;
     b.free = free_dev;
     b.sync = sync_stream;

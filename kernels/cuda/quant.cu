@@ -36,6 +36,50 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, int32_t 
         *(uint2 *)((uint16_t *)q.out + to) = dev_pack4(v);
 }
 
+/* A warp has BATCH blocks, all loaded before the first is quantized. */
+template <int BATCH>
+static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, int32_t spans)
+{
+    cudaTriggerProgrammaticLaunchCompletion();
+    const int lane = threadIdx.x % 32;
+    const int64_t first = (blockIdx.x * (int64_t)WARPS + threadIdx.x / 32) * BATCH;
+    const int64_t all = (int64_t)q.T * q.groups * spans; /* (t, group, span) */
+    float v[BATCH][4];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const int64_t tg = (first + i) / spans, t = tg / q.groups, g = tg % q.groups;
+        const int32_t k = (int32_t)((first + i) % spans) * SPAN + 4 * lane;
+        if (first + i >= all) break;
+        const int64_t row = q.rows ? q.rows[t] : t;
+        if (row >= 0) dev_load4(q.x, q.x_dtype, row * q.ld_x + g * q.K + k, k, q.K, by_fours, v[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const int64_t tg = (first + i) / spans, t = tg / q.groups, g = tg % q.groups;
+        const int32_t span = (int32_t)((first + i) % spans);
+        if (first + i >= all) break;
+        if (q.rows && q.rows[t] < 0) continue;
+        float scale;
+        const uint32_t word = dev_codes4_a128(v[i], &scale);
+        ((uint32_t *)q.codes)[(first + i) * (SPAN / 4) + lane] = word;
+        if (lane == 0) q.scales[(g * spans + span) * q.ld_scales + t] = scale;
+    }
+}
+
+void cuda_quant_codes(struct kern_stream *s, const struct cuda_codes *q)
+{
+    if (q->T == 0) return;
+    const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
+    const int32_t spans = (int32_t)cuda_ceil(q->K, SPAN);
+    const int64_t all = (int64_t)q->T * q->groups * spans;
+    if (all > (int64_t)64 * WARPS * s->n_sm)
+        codes_kernel<4>
+            <<<(unsigned)cuda_ceil(all, 4 * WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
+    else
+        codes_kernel<1>
+            <<<(unsigned)cuda_ceil(all, WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
+}
+
 void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q)
 {
     if (q->T == 0) return;

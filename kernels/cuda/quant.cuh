@@ -1,5 +1,5 @@
-/* kernels/cuda/quant.cuh - rows of activations as products read them: quantized and back, in bf16,
- * aligned and padded with zeros.
+/* kernels/cuda/quant.cuh - rows of activations as products read them: quantized and back, in bf16, or as
+ * codes and scales; aligned and padded with zeros.
  *
  * Numerics A128 as kern_roundtrip_e4m3(..., 128): e4m3 times a power of two is a bf16 number. NVFP4 as
  *          kern_roundtrip_nvfp4() without its last factor: the row comes divided by input_scale, which
@@ -29,6 +29,26 @@ struct cuda_quant {
                                 * that sixteen in a row are what one instruction has; Kp whole groups */
 };
 void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q);
+
+/* A128 as it is, for products of codes: the same codes and scales as above. */
+struct cuda_codes {
+    const void *x; /* as in cuda_quant */
+    enum kern_dtype x_dtype;
+    int64_t ld_x;
+    int32_t T, groups, K;
+    const int32_t *rows;
+    uint8_t
+        *codes; /* device [T, groups, Kp] e4m3, each four in the order of placed weights (k, k + 2,
+                     * k + 1, k + 3); Kp: cuda_code_width(K); from K on zeros */
+    float *scales; /* device [groups * Kp / 128, ld_scales]: of each row's block, as a number */
+    int64_t ld_scales;
+};
+void cuda_quant_codes(struct kern_stream *s, const struct cuda_codes *q);
+
+static inline __host__ __device__ int32_t cuda_code_width(int32_t K)
+{
+    return (K + 127) / 128 * 128;
+}
 
 /* Kp that products of width K like: whole groups of 64. */
 static inline __host__ __device__ int32_t cuda_row_width(int32_t K)
@@ -79,6 +99,24 @@ template <int LANES> static __device__ __forceinline__ float dev_amax4(const flo
 #pragma unroll
     for (int d = 1; d < LANES; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
     return m;
+}
+
+/* A word of four codes, in the order of placed weights. */
+static __device__ __forceinline__ uint32_t dev_codes4(const float v[4])
+{
+    const uint32_t a = __nv_cvt_float2_to_fp8x2(make_float2(v[0], v[2]), __NV_SATFINITE, __NV_E4M3),
+                   b = __nv_cvt_float2_to_fp8x2(make_float2(v[1], v[3]), __NV_SATFINITE, __NV_E4M3);
+    return a | b << 16;
+}
+
+/* A128 of a warp's 128 elements as codes; every lane calls it and gets the block's scale. */
+static __device__ __forceinline__ uint32_t dev_codes4_a128(const float v[4], float *scale)
+{
+    const uint8_t c = kern_e4m3_scale_code(dev_amax4<32>(v));
+    const float inv = kern_ue8m0_inverse(c);
+    *scale = kern_ue8m0_decode(c);
+    const float u[4] = {v[0] * inv, v[1] * inv, v[2] * inv, v[3] * inv};
+    return dev_codes4(u);
 }
 
 /* A128 of a warp's 128 elements; every lane calls it. */

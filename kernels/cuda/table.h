@@ -9,6 +9,9 @@ extern const struct kern_ops kern_cuda;
 /* Products of many rows with fp8 weights by wgmma, where there is: on. Only gemm_test and bench_gemm turn
  * it off, to compare bits and times. */
 extern int cuda_wide_products;
+/* Products of fp8 weights with rows quantized to fp8: 0, both widened to bf16; 1, by the codes themselves
+ * (sm_90; kern_dev_fp8_products() says at what price). Read at launch. */
+extern int cuda_fp8_products;
 /* Pairs an expert has on average from which products with 4-bit experts go by wgmma; 0: never. Tiles of
  * fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the bits, bench_moe the
  * times. */

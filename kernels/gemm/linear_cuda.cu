@@ -14,6 +14,7 @@ extern "C" {
 enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8 };
 
 int cuda_wide_products = 1;
+int cuda_fp8_products = 0;
 
 /* Can rounding to bf16 change a value of this weight? */
 static bool weight_rounds(const struct kern_weight *w)

@@ -1,0 +1,130 @@
+/* kernels/cuda/tma.cuh - tiles of rows to shared memory by the copy engine (sm_90a), barriers that count what
+ * has come, and neighbours in a cluster; as single instructions.
+ *
+ * Tiles    cuda_tile_map() describes rows of bytes in device memory once a launch; a kernel takes it as
+ *          `const __grid_constant__ CUtensorMap`. A tile is `rows` rows of 128 bytes and lies in shared
+ *          memory as wgmma_rows() wants it, its start aligned to 1024. What is beyond the last row or
+ *          byte comes as zeros, and counts as come.
+ * Barriers full: one arrival, by bar_expect() with the bytes of all copies; empty: one by each reader.
+ *          Phase n (from 0) is over when bar_wait(bar, n & 1) returns.
+ * Source   PTX ISA, "Asynchronous copy" and "mbarrier".
+ */
+#ifndef KERN_CUDA_TMA_CUH
+#define KERN_CUDA_TMA_CUH
+
+#include <cuda.h>
+#include <stdint.h>
+
+enum { TILE_BYTES = 128 /* of a row */ };
+
+/* n_rows rows at `base`, each `width` bytes, ld apart; base and ld multiples of 16, rows <= 256. False: the
+ * driver refuses. */
+bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
+                   int rows);
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+static __device__ __forceinline__ uint32_t dev_shared(const void *p)
+{
+    return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+static __device__ __forceinline__ void bar_init(uint64_t *bar, int arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(dev_shared(bar)), "r"(arrivals)
+                 : "memory");
+}
+/* By the thread that initialized, before others (and the copy engine) use them. */
+static __device__ __forceinline__ void bar_init_done(void)
+{
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+static __device__ __forceinline__ void bar_expect(uint64_t *bar, int bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(dev_shared(bar)),
+                 "r"(bytes)
+                 : "memory");
+}
+static __device__ __forceinline__ void bar_arrive(uint64_t *bar)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(dev_shared(bar)) : "memory");
+}
+/* The same place in block `rank` of the cluster, as an address of shared::cluster. */
+static __device__ __forceinline__ uint32_t dev_shared_of(const void *p, int rank)
+{
+    uint32_t at;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(dev_shared(p)), "r"(rank));
+    return at;
+}
+/* What this thread wrote to that block before is seen by those that wait there. */
+static __device__ __forceinline__ void bar_arrive_at(uint64_t *bar, int rank)
+{
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
+                     dev_shared_of(bar, rank))
+                 : "memory");
+}
+static __device__ __forceinline__ void bar_wait(uint64_t *bar, int parity)
+{
+    asm volatile("{ .reg .pred p; wait: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; "
+                 "@p bra done; bra wait; done: }" ::"r"(dev_shared(bar)),
+                 "r"(parity)
+                 : "memory");
+}
+/* For arrivals from other blocks of the cluster. */
+static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parity)
+{
+    asm volatile("{ .reg .pred p; wait: "
+                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; "
+                 "@p bra done; bra wait; done: }" ::"r"(dev_shared(bar)),
+                 "r"(parity)
+                 : "memory");
+}
+
+static __device__ __forceinline__ void tile_prefetch(const CUtensorMap *map)
+{
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+/* The tile from byte `at` of row `row` on. */
+static __device__ __forceinline__ void tile_load(void *to, const CUtensorMap *map, uint64_t *bar,
+                                                 int32_t at, int32_t row)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3}], [%4];" ::"r"(dev_shared(to)),
+                 "l"(map), "r"(at), "r"(row), "r"(dev_shared(bar))
+                 : "memory");
+}
+/* The same to the same place of every block of the cluster in `mask`, and to its barrier. */
+static __device__ __forceinline__ void tile_load_to(void *to, const CUtensorMap *map, uint64_t *bar,
+                                                    int32_t at, int32_t row, uint16_t mask)
+{
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(dev_shared(to)),
+                 "l"(map), "r"(at), "r"(row), "r"(dev_shared(bar)), "h"(mask)
+                 : "memory");
+}
+/* Plain bytes, both ends and `bytes` multiples of 16. */
+static __device__ __forceinline__ void bulk_load(void *to, const void *from, int bytes,
+                                                 uint64_t *bar)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(dev_shared(to)),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar))
+                 : "memory");
+}
+
+static __device__ __forceinline__ int cluster_rank(void)
+{
+    uint32_t r;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+    return (int)r;
+}
+/* All threads of all blocks of the cluster. */
+static __device__ __forceinline__ void cluster_meet(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
+}
+
+#endif /* sm_90a */
+#endif
