@@ -461,6 +461,15 @@ MIRROR(mtp_mix)
     p.out = out(m, p.out, n);
     RUN(mtp_mix);
 }
+MIRROR(sample)
+{
+    BEGIN(sample);
+    p.logits = out(m, p.logits, (int64_t)p.T * p.V * 4);
+    p.rows = in(m, p.rows, p.T * (int64_t)sizeof *p.rows);
+    p.edits = out(m, p.edits, p.n_edits * (int64_t)sizeof *p.edits);
+    p.choices = out(m, p.choices, p.T * (int64_t)sizeof *p.choices);
+    RUN(sample);
+}
 
 static const struct kern_ops mirror_ops = {.name = "mirror",
 #define X(op) .op = mirror_##op,

@@ -283,12 +283,56 @@ struct kern_mtp_mix {
     enum kern_dtype act;
 };
 
+/* One token from each row of logits, by the row's own parameters. In this order: edits; without a
+ * temperature the largest (ties: lowest id), as where the largest is +inf; else each token has the
+ * mass exp((x - max) / temperature), a whole number of 2^-40 (kernels/sample/sample.h), so that no
+ * sum depends on its order; of them stay the top_k largest, of these the smallest set of largest
+ * that reaches top_p of their mass, of these those of at least min_p times the largest's. u's share
+ * of what is left, by ascending id, is drawn. Log-probabilities are of the logits before edits. The
+ * same bits on every back end. */
+enum { KERN_SAMPLE_TOP = 20, KERN_SAMPLE_MAX_V = 1 << 22 };
+struct kern_sample_row {
+    double u;           /* 0 <= u < 1 */
+    float temperature;  /* <= 0: the largest */
+    float top_p, min_p; /* top_p >= 1, min_p <= 0: off */
+    float repetition;   /* factor; 0 or 1: off */
+    float presence, frequency;
+    int32_t top_k;      /* <= 0: off */
+    int32_t n_logprobs; /* < 0: none; else with that many of the largest, at most KERN_SAMPLE_TOP */
+    int32_t edit0, n_edits; /* this row's part of edits */
+};
+/* What a row changes of one logit: penalties if the token was generated before (count > 0): divided
+ * by the repetition factor if positive, else multiplied; less presence; less frequency * count; then
+ * bias is added; -inf bans. NaN from these is -inf. */
+struct kern_edit {
+    int32_t id; /* once a row; outside [0, V): nothing */
+    int32_t count;
+    float bias;
+    float was; /* the op's own */
+};
+struct kern_choice {
+    int32_t rc; /* TOW_ENUMERIC: NaN in the row, or nothing above -inf; then id is -1, all else 0 */
+    int32_t id;
+    float logprob; /* 0 if none was asked for */
+    int32_t n_top;
+    int32_t top_ids[KERN_SAMPLE_TOP]; /* falling; ties: lower id */
+    float top_logprobs[KERN_SAMPLE_TOP];
+};
+struct kern_sample {
+    float *logits;                      /* [T, V]; edited in place and put back */
+    const struct kern_sample_row *rows; /* [T] */
+    struct kern_edit *edits;            /* [n_edits] of all rows */
+    struct kern_choice *choices;        /* [T] */
+    int32_t T, V, n_edits;
+};
+
 /* The list; it makes the table's members and drives the parity tests. */
 /* clang-format off */
 #define KERN_OPS(X)                                                                                \
     X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope)          \
     X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select) X(index_rank)            \
-    X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)
+    X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)          \
+    X(sample)
 /* clang-format on */
 
 struct kern_ops {

@@ -159,6 +159,7 @@ NO_WORK(route)
 NO_WORK(swiglu)
 NO_WORK(add)
 NO_WORK(mtp_mix)
+NO_WORK(sample)
 
 #define X(op)                                                                                      \
     static int count_##op(struct kern_stream *s, const struct kern_##op *p)                        \

@@ -292,6 +292,10 @@ static void work_of_mtp_mix(const struct kern_mtp_mix *p, struct work *w)
 {
     (void)p, (void)w;
 }
+static void work_of_sample(const struct kern_sample *p, struct work *w)
+{
+    w->bytes = (double)p->T * p->V * 4;
+}
 
 /* ------------------------------------------------------------------ the timing table */
 

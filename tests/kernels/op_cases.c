@@ -1102,6 +1102,126 @@ static void case_attention(struct op_run *r)
     done_flat(r, o, bytes, kern_dtype_bytes(w.act));
 }
 
+/* --- sampling */
+
+/* A row of logits: near each other, spread, of few values, or with what is no number. */
+static void logit_row(struct op_run *r, float *x, int32_t V)
+{
+    const int form = (int)below(r, 9);
+    for (int32_t i = 0; i < V; i++) {
+        x[i] = rnd(r) * (form == 1 ? 0.01f : form == 2 ? 30.0f : 3.0f);
+        if (form == 3) x[i] = (float)(int)x[i];
+        if (form == 4 && below(r, 3)) x[i] = -INFINITY;
+        if (form == 8) x[i] = below(r, 2) ? 0.0f : -0.0f;
+    }
+    if (form == 5) x[below(r, (uint32_t)V)] = x[below(r, (uint32_t)V)] = INFINITY;
+    if (form == 6 && below(r, 2)) x[below(r, (uint32_t)V)] = NAN;
+    if (form == 7) x[below(r, (uint32_t)V)] = below(r, 2) ? 3e38f : 40.0f;
+}
+
+static int by_chance(struct op_run *r, int percent)
+{
+    return below(r, 100) < (uint32_t)percent;
+}
+
+static void sample_row(struct op_run *r, int32_t V, struct kern_sample_row *p, struct kern_edit *e)
+{
+    static const float temperatures[] = {0, 1e-30f, 0.1f, 0.7f, 1, 1, 1.5f, 100, 3e38f, -1};
+    static const float top_ps[] = {1, 1, 0.999999f, 0.95f, 0.9f, 0.5f, 1e-9f, 0, -1, 2};
+    static const float min_ps[] = {0, 0, 0, 0.02f, 0.5f, 1, 7, -1};
+    static const double us[] = {0, 0.5, 0x1.fffffffffffffp-1};
+    const int32_t top_ks[] = {0, 0, 0, 1, 2, 40, 64, 65, V - 1, V, V / 2 + 1, INT32_MAX, -1};
+    *p = (struct kern_sample_row){
+        .u = by_chance(r, 20) ? us[below(r, 3)] : (double)(next(&r->rng) >> 11) * 0x1p-53,
+        .temperature = temperatures[below(r, 10)],
+        .top_p = top_ps[below(r, 10)],
+        .min_p = min_ps[below(r, 8)],
+        .top_k = top_ks[below(r, 13)],
+        .n_logprobs = by_chance(r, 50) ? -1 : (int32_t)below(r, 23),
+        .presence = by_chance(r, 50) ? 0 : rnd(r),
+        .frequency = by_chance(r, 50) ? 0 : rnd(r),
+        .repetition = by_chance(r, 50) ? 1 : 0.5f + (float)below(r, 8) * 0.25f};
+    p->n_edits = by_chance(r, 50) ? 0 : (int32_t)below(r, V < 40 ? (uint32_t)V + 1 : 40);
+    const int32_t first = (int32_t)below(r, (uint32_t)V);
+    for (int32_t i = 0; i < p->n_edits; i++) {
+        static const float biases[] = {0, 0, 1, -3.5f, 100, -INFINITY};
+        e[i] = (struct kern_edit){.id = (first + i * (V > 40 ? V / 40 : 1)) % V,
+                                  .count = (int32_t)below(r, 4),
+                                  .bias = biases[below(r, 6)]};
+    }
+    if (p->n_edits && by_chance(r, 10)) e[0].id = by_chance(r, 50) ? -1 : V;
+}
+
+/* What can be said of a choice without drawing it again. */
+static void check_choice(const float *x, int32_t V, const struct kern_sample_row *p,
+                         const struct kern_choice *c)
+{
+    bool nan = false, any = false;
+    double sum = 0;
+    float max = -INFINITY;
+    for (int32_t i = 0; i < V; i++) {
+        nan |= isnan(x[i]);
+        any |= x[i] > -INFINITY;
+        if (x[i] > max) max = x[i];
+    }
+    if (c->rc != 0) {
+        assert_true(c->id == -1 && c->n_top == 0 && c->logprob == 0);
+        assert_true(nan || !any || p->n_edits > 0);
+        return;
+    }
+    assert_true(!nan && any);
+    assert_in_range(c->id, 0, V - 1);
+    const int32_t want = p->n_logprobs > KERN_SAMPLE_TOP ? KERN_SAMPLE_TOP : p->n_logprobs;
+    assert_int_equal(c->n_top, want < 0 ? 0 : want < V ? want : V);
+    if (p->n_edits == 0 && (!(p->temperature > 0) || isinf(max) || p->top_k == 1)) {
+        assert_true(x[c->id] == max);
+        for (int32_t i = 0; i < c->id; i++) assert_true(x[i] < max);
+    }
+    for (int32_t k = 1; k < c->n_top; k++)
+        assert_true(
+            x[c->top_ids[k - 1]] > x[c->top_ids[k]] ||
+            (x[c->top_ids[k - 1]] == x[c->top_ids[k]] && c->top_ids[k - 1] < c->top_ids[k]));
+    if (p->n_logprobs < 0 || isinf(max)) return;
+    for (int32_t i = 0; i < V; i++) sum += exp((double)x[i] - (double)max);
+    const double lp = (double)x[c->id] - (double)max - log(sum);
+    assert_true(isinf(x[c->id]) ? isinf(c->logprob)
+                                : fabs((double)c->logprob - lp) <= 2e-6 + fabs(lp) * 1e-6);
+}
+
+static void case_sample(struct op_run *r)
+{
+    static const int32_t vs[] = {1, 31, 5, 64, 65, 300, 4096, 4097, 131, 9001};
+    const int32_t T = PICK(r, t_list) % 50, V = vs[(r->variant * 7 + r->variant / 10) % 10];
+    const int64_t n = (int64_t)T * V;
+    struct kern_sample_row *rows = take(r, (size_t)T * sizeof *rows);
+    struct kern_edit *edits = take(r, (size_t)T * 40 * sizeof *edits);
+    float *x = take(r, (size_t)n * sizeof *x), *given = output(r, n * (int64_t)sizeof *x);
+    struct kern_choice *c = output(r, T * (int64_t)sizeof *c);
+    int32_t n_edits = 0;
+    for (int32_t t = 0; t < T; t++) {
+        logit_row(r, x + (int64_t)t * V, V);
+        sample_row(r, V, &rows[t], edits + n_edits);
+        rows[t].edit0 = n_edits;
+        n_edits += rows[t].n_edits;
+    }
+    if (n) memcpy(given, x, (size_t)n * sizeof *x);
+    r->odd = true;
+    PIECES(t, k, T)
+    {
+        const struct kern_sample p = {.logits = given + (int64_t)t * V,
+                                      .rows = rows + t,
+                                      .edits = edits,
+                                      .choices = c + t,
+                                      .T = k,
+                                      .V = V,
+                                      .n_edits = n_edits};
+        assert_int_equal(r->ops->sample(r->s, &p), 0);
+    }
+    if (n) assert_memory_equal(given, x, (size_t)n * sizeof *x);
+    for (int32_t t = 0; t < T; t++) check_choice(x + (int64_t)t * V, V, &rows[t], &c[t]);
+    done_flat(r, c, T * (int64_t)sizeof *c, 1);
+}
+
 /* --- the table */
 
 const struct op_case op_cases[N_OP_CASES] = {
