@@ -263,8 +263,8 @@ static void on_stepped(void *self, struct work_step *step)
         const struct work_item *it = &step->items[i];
         struct dec_token *t = &d->tokens[i];
         work_capture_warn(d->w->name, it->capture);
-        *t = (struct dec_token){.code = it->rc};
-        if (step->rc < 0 || it->rc < 0) continue;
+        *t = (struct dec_token){.code = it->choice.rc};
+        if (step->rc < 0 || it->choice.rc < 0) continue;
         t->id = (uint32_t)it->choice.id;
         if (it->sampling.n_logprobs >= 0) {
             t->has_logprobs = true;

@@ -346,7 +346,8 @@ static void on_stepped(void *self, struct work_step *step)
 {
     struct server *p = self;
     uint8_t row[4 + 8 * WIRE_MAX_TOP];
-    struct pre_event ev = {.kind = PRE_ON_CHUNK, .code = step->rc < 0 ? step->rc : p->item.rc};
+    struct pre_event ev = {.kind = PRE_ON_CHUNK,
+                           .code = step->rc < 0 ? step->rc : p->item.choice.rc};
     work_capture_warn(p->w->name, p->item.capture);
     if (step->rc < 0)
         tow_error("%s: chunk: %s", p->w->name, p->step_err.msg);

@@ -9,6 +9,7 @@
 
 #include "common/base/err.h"
 #include "common/model/place.h"
+#include "common/model/sample.h"
 #include "kernels/dev.h"
 #include "kernels/ops.h"
 
@@ -42,6 +43,9 @@ struct scratch {
     void *shared;                   /* [R, D] */
     void *mtp_in;                   /* [R, hc, D]; MTP only */
     float *logits; /* [HEAD_ROWS, V]; only where the caller's are not device memory */
+    struct kern_sample_row *sample_rows; /* [HEAD_ROWS] */
+    struct kern_edit *edits;             /* [h.edits.room] */
+    struct kern_choice *choices;         /* [HEAD_ROWS] */
 };
 
 /* Host memory: what goes to the device with a pass, and what comes back from one that the host cannot
@@ -54,10 +58,19 @@ struct staging {
     struct kern_rank *ranks; /* as scratch.ranks */
     float *border;
     int32_t *selected; /* [max_topk] */
+    float *logits;     /* grown: of draws whose caller wants none */
+    size_t logits_bytes;
+    struct kern_sample_row *sample_rows; /* [HEAD_ROWS] */
+    struct model_edits edits;
+    struct kern_choice *choices; /* [HEAD_ROWS] */
 };
 
-/* Rows of logits that a device holds at a time: the largest decode step (66 MB at 129,280 ids). */
-enum { HEAD_ROWS = 128 };
+enum {
+    /* Rows of logits that a device holds at a time: the largest decode step (66 MB at 129,280 ids). */
+    HEAD_ROWS = 128,
+    /* Edits of logits that go to the device at a time: 2,048 different tokens in each row's output. */
+    EDITS = HEAD_ROWS * 2048
+};
 
 struct model {
     struct model_options opt;
@@ -81,6 +94,12 @@ static void *rows(struct model *m, int64_t width, int64_t elem, bool *failed)
     void *p = kern_dev_alloc(m->dev, (size_t)(n * elem));
     if (!p) *failed = true;
     return p;
+}
+
+/* Those of any one row must fit. */
+static int32_t edits_room(const struct model_shape *s)
+{
+    return s->V > EDITS ? s->V : EDITS;
 }
 
 static int alloc_scratch(struct model *m, struct tow_err *err)
@@ -133,6 +152,10 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
         k->logits = kern_dev_alloc(m->dev, (size_t)HEAD_ROWS * (size_t)s->V * sizeof(float));
         bad = bad || !k->logits;
     }
+    k->sample_rows = kern_dev_alloc(m->dev, HEAD_ROWS * sizeof *k->sample_rows);
+    k->choices = kern_dev_alloc(m->dev, HEAD_ROWS * sizeof *k->choices);
+    k->edits = kern_dev_alloc(m->dev, (size_t)edits_room(s) * sizeof *k->edits);
+    bad = bad || !k->sample_rows || !k->choices || !k->edits;
     if (bad)
         return tow_fail(err, TOW_ENOMEM, "model: no memory for the scratch of %d rows",
                         m->opt.max_rows);
@@ -148,7 +171,11 @@ static int alloc_staging(struct model *m, struct tow_err *err)
     h->ranks = malloc((1 + KERN_SHADOWS) * MODEL_CAPTURE_ENTRIES * sizeof *h->ranks);
     h->border = malloc((1 + KERN_SHADOWS) * 2 * sizeof *h->border);
     h->selected = malloc((size_t)m->opt.max_topk * sizeof *h->selected);
-    return h->pos && h->score_rows && h->ranks && h->border && h->selected
+    h->sample_rows = malloc(HEAD_ROWS * sizeof *h->sample_rows);
+    h->choices = malloc(HEAD_ROWS * sizeof *h->choices);
+    const bool edits = model_edits_init(&h->edits, m->w->shape.V, edits_room(&m->w->shape));
+    return h->pos && h->score_rows && h->ranks && h->border && h->selected && h->sample_rows &&
+                   h->choices && edits
                ? 0
                : tow_fail(err, TOW_ENOMEM, "model: out of memory");
 }
@@ -161,18 +188,22 @@ static void free_staging(struct staging *h)
     free(h->ranks);
     free(h->border);
     free(h->selected);
+    free(h->logits);
+    free(h->sample_rows);
+    free(h->choices);
+    model_edits_fini(&h->edits);
 }
 
 static void free_scratch(struct model *m)
 {
     struct scratch *k = &m->s;
-    void *all[] = {
-        k->h,           k->x,          k->y,      k->post,   k->comb,  k->pos,      k->ids,
-        k->cos[0],      k->cos[1],     k->sin[0], k->sin[1], k->qr,    k->q,        k->o,
-        k->kv,          k->ckv,        k->cgate,  k->iq,     k->iwt,   k->selected, k->n_selected,
-        k->capture_q,   k->ranks,      k->border, k->logits, k->o_low, k->gate,     k->experts,
-        k->weights,     k->margin,     k->routed, k->sg,     k->su,    k->shared,   k->mtp_in,
-        m->inv_freq[0], m->inv_freq[1]};
+    void *all[] = {k->h,         k->x,        k->y,           k->post,        k->comb,   k->pos,
+                   k->ids,       k->cos[0],   k->cos[1],      k->sin[0],      k->sin[1], k->qr,
+                   k->q,         k->o,        k->kv,          k->ckv,         k->cgate,  k->iq,
+                   k->iwt,       k->selected, k->n_selected,  k->sample_rows, k->edits,  k->choices,
+                   k->capture_q, k->ranks,    k->border,      k->logits,      k->o_low,  k->gate,
+                   k->experts,   k->weights,  k->margin,      k->routed,      k->sg,     k->su,
+                   k->shared,    k->mtp_in,   m->inv_freq[0], m->inv_freq[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(m->dev, all[i]);
 }
 
@@ -504,6 +535,11 @@ static int32_t captured_rows(struct pass *p, int32_t layer)
     return n;
 }
 
+static void write_to(struct pass *p, void *to, const void *from, size_t bytes)
+{
+    if (p->rc == 0) p->rc = kern_stream_write(p->m->stream, to, from, bytes);
+}
+
 static void read_back(struct pass *p, void *to, const void *from, size_t bytes)
 {
     if (p->rc == 0) p->rc = kern_stream_read(p->m->stream, to, from, bytes);
@@ -736,18 +772,65 @@ static void head_of(struct pass *p, const struct model_hc *hc, const struct kern
     linear_rows(p, m->s.x, m->act, &m->w->head, logits, KERN_F32, n);
 }
 
+/* Tokens from n neighbouring rows of logits, the batch's from i on; as many rows a call as have room
+ * for their edits, which are put together while the device is still busy with the rows. */
+static void draw_rows(struct pass *p, float *logits, int32_t i, int32_t n)
+{
+    struct model *m = p->m;
+    struct staging *h = &m->h;
+    const int32_t V = m->w->shape.V;
+    struct model_draw *draws = p->b->draws ? p->b->draws + i : NULL;
+    for (int32_t from = 0, k = 0; draws && from < n && p->rc == 0; from += k) {
+        h->edits.n = 0;
+        for (k = 0; k < HEAD_ROWS && from + k < n; k++)
+            if (!model_edits_add(&h->edits, &draws[from + k], &h->sample_rows[k])) break;
+        write_to(p, m->s.sample_rows, h->sample_rows, (size_t)k * sizeof *h->sample_rows);
+        write_to(p, m->s.edits, h->edits.items, (size_t)h->edits.n * sizeof *h->edits.items);
+        OP(p, sample, .logits = logits + (int64_t)from * V, .rows = m->s.sample_rows,
+           .edits = m->s.edits, .choices = m->s.choices, .T = k, .V = V, .n_edits = h->edits.n);
+        read_back(p, h->choices, m->s.choices, (size_t)k * sizeof *h->choices);
+        for (int32_t r = 0; r < k && p->rc == 0; r++) draws[from + r].choice = h->choices[r];
+    }
+}
+
+/* Where logits of the batch's rows i .. i + n - 1 are made. */
+static float *logits_of(struct pass *p, int32_t i, int32_t n)
+{
+    struct model *m = p->m;
+    const size_t row = (size_t)m->w->shape.V * sizeof(float), bytes = (size_t)n * row;
+    if (!m->host) return m->s.logits;
+    if (p->b->logits) return p->b->logits + (int64_t)i * m->w->shape.V;
+    if (bytes > m->h.logits_bytes) {
+        free(m->h.logits);
+        m->h.logits = malloc(bytes);
+        m->h.logits_bytes = m->h.logits ? bytes : 0;
+        if (!m->h.logits && p->rc == 0) p->rc = TOW_ENOMEM;
+    }
+    return m->h.logits;
+}
+
+/* What the caller wants of them. */
+static void use_logits(struct pass *p, float *logits, int32_t i, int32_t n)
+{
+    struct model *m = p->m;
+    const int64_t V = m->w->shape.V;
+    draw_rows(p, logits, i, n);
+    if (!m->host && p->b->logits)
+        read_back(p, p->b->logits + i * V, logits, (size_t)n * (size_t)V * sizeof *logits);
+}
+
 /* Logits of the rows asked for, run by run of neighbouring rows, so that no gather is needed. */
 static void head(struct pass *p, const struct model_hc *hc, const struct kern_vec *norm)
 {
     struct model *m = p->m;
     const struct model_batch *b = p->b;
-    const int32_t V = m->w->shape.V, most = m->host ? b->n_logit_rows : HEAD_ROWS;
+    const int32_t most = m->host ? b->n_logit_rows : HEAD_ROWS;
     for (int32_t i = 0; i < b->n_logit_rows;) {
         int32_t n = 1, row = b->logit_rows[i];
         while (n < most && i + n < b->n_logit_rows && b->logit_rows[i + n] == row + n) n++;
-        float *to = b->logits + (int64_t)i * V;
-        head_of(p, hc, norm, row, n, m->host ? to : m->s.logits);
-        if (!m->host) read_back(p, to, m->s.logits, (size_t)n * (size_t)V * sizeof *to);
+        float *logits = logits_of(p, i, n);
+        head_of(p, hc, norm, row, n, logits);
+        use_logits(p, logits, i, n);
         i += n;
     }
 }
@@ -826,6 +909,9 @@ static int check_batch(const struct model *m, const struct model_batch *b, struc
     }
     if (row != b->T)
         return tow_fail(err, TOW_EINVAL, "batch: sequences cover %d of %d rows", row, b->T);
+    if (b->n_logit_rows > 0 && !b->logits && !b->draws)
+        return tow_fail(err, TOW_EINVAL, "batch: %d logit rows, but neither logits nor draws",
+                        b->n_logit_rows);
     for (int32_t i = 0; i < b->n_logit_rows; i++)
         if (b->logit_rows[i] < 0 || b->logit_rows[i] >= b->T ||
             (i && b->logit_rows[i] <= b->logit_rows[i - 1]))
@@ -894,8 +980,7 @@ static void step(struct pass *p)
     /* What the launches depend on: T, which is at most HEAD_ROWS and so fits eight bits, and the pool. */
     const uint64_t key = (uint64_t)p->T | (uint64_t)(uintptr_t)p->b->pages << 8;
     if (p->rc == 0) p->rc = kern_stream_repeat(m->stream, key, run_step, p);
-    read_back(p, p->b->logits, m->s.logits,
-              (size_t)p->T * (size_t)m->w->shape.V * sizeof *p->b->logits);
+    use_logits(p, m->s.logits, 0, p->T);
 }
 
 /* The position reached, to each sequence's tail; the MTP block's goes on from what is there. */
@@ -986,15 +1071,15 @@ int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
                struct tow_err *err)
 {
     if (m->host) return 0;
-    const int32_t T = n_seqs * n_rows, V = m->w->shape.V;
+    const int32_t T = n_seqs * n_rows;
     const int32_t n_pages = (int32_t)kern_kv_pages_for(context, m->layout.page_tokens);
     uint8_t *pages = kern_dev_alloc(m->dev, (size_t)m->layout.page_bytes);
     uint8_t *tails = kern_dev_alloc(m->dev, (size_t)n_seqs * (size_t)m->layout.tail_bytes);
     int32_t *ids = calloc((size_t)T, sizeof *ids), *rows = calloc((size_t)n_seqs, sizeof *rows);
     uint32_t *table = calloc((size_t)n_pages, sizeof *table); /* page 0, over and over */
     struct kern_seq *seqs = calloc((size_t)n_seqs, sizeof *seqs);
-    float *logits = malloc((size_t)n_seqs * (size_t)V * sizeof *logits);
-    int rc = pages && tails && ids && rows && table && seqs && logits
+    struct model_draw *draws = calloc((size_t)n_seqs, sizeof *draws);
+    int rc = pages && tails && ids && rows && table && seqs && draws
                  ? 0
                  : tow_fail(err, TOW_ENOMEM, "model: no memory for a pass of %d rows", T);
     for (int32_t i = 0; i < n_seqs && rc == 0; i++) {
@@ -1015,7 +1100,7 @@ int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
                                   .n_pages = 1,
                                   .logit_rows = rows,
                                   .n_logit_rows = n_seqs,
-                                  .logits = logits};
+                                  .draws = draws};
     /* A second time as a graph, which takes memory too. */
     for (int i = 0; i < 2 && rc == 0; i++) rc = model_forward(m, &b, err);
     kern_dev_free(m->dev, pages);
@@ -1024,6 +1109,6 @@ int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
     free(rows);
     free(table);
     free(seqs);
-    free(logits);
+    free(draws);
     return rc;
 }

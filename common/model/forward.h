@@ -78,6 +78,7 @@ struct model_tap {
 };
 
 struct model_capture_row;
+struct model_draw; /* model/sample.h */
 
 /* What to rank of one sequence: its last row in the batch, in the layers named. */
 enum { MODEL_CAPTURE_ENTRIES = 512 };
@@ -115,8 +116,9 @@ struct model_batch {
     uint32_t n_pages;          /* in the pool: page ids are below it */
     const int32_t *logit_rows; /* [n_logit_rows] ascending; rows that need logits */
     int32_t n_logit_rows;
-    float *logits;                               /* [n_logit_rows, V] */
-    struct model_tap *tap;                       /* NULL = none */
+    float *logits;            /* [n_logit_rows, V]; may be NULL with draws */
+    struct model_draw *draws; /* NULL = none, or [n_logit_rows]: a token is drawn from each */
+    struct model_tap *tap;    /* NULL = none */
     const struct model_capture *const *captures; /* NULL = none, or [n_seqs], each may be NULL */
     /* Part of the stack only (tests): layers first .. last-1 from these streams [T, hc, D], or from
      * ids when first is 0; both 0 = all. */

@@ -1,15 +1,16 @@
 /* model/sample.c - see sample.h.
  *
- * Cuts (top_k, top_p, min_p) need tokens in falling order, but rarely many of them: a heap is built
- * in O(V) and popped until the cut is reached.
- * A full sort of 129 K logits was rejected (milliseconds a token). */
+ * Penalties and biases become one list of edits, an id once: what the op does with it then has no
+ * order. It is made anew for each token, on the host, while the device computes the row; keeping
+ * counts on the device was rejected, since they would have to follow sequences that come and go.
+ */
 #include "common/model/sample.h"
 
 #include "common/base/err.h"
+#include "kernels/dev.h"
 
 #include <math.h>
-#include <stdbool.h>
-#include <string.h>
+#include <stdlib.h>
 
 static uint64_t mix(uint64_t z)
 {
@@ -25,184 +26,114 @@ double model_sample_uniform(uint64_t seed, uint64_t index)
     return (double)(z >> 11) * 0x1p-53;
 }
 
-int64_t model_sample_scratch(int32_t V)
+/* ------------------------------------------------------------------ edits */
+
+bool model_edits_init(struct model_edits *e, int32_t V, int32_t room)
 {
-    return (int64_t)V * (int64_t)(sizeof(float) + sizeof(int32_t));
+    *e = (struct model_edits){.V = V, .room = room};
+    e->items = malloc((size_t)room * sizeof *e->items);
+    e->place = calloc((size_t)V, sizeof *e->place);
+    return e->items && e->place;
 }
 
-/* a before b in falling order of logit, then rising id. */
-static bool before(const float *x, int32_t a, int32_t b)
+void model_edits_fini(struct model_edits *e)
 {
-    return x[a] == x[b] ? a < b : x[a] > x[b];
+    free(e->items);
+    free(e->place);
+    *e = (struct model_edits){0};
 }
 
-static void sift_down(int32_t *heap, int32_t n, int32_t i, const float *x)
+/* The edit of an id in the row that begins at `from`; NULL: no such id, or no room. */
+static struct kern_edit *edit_of(struct model_edits *e, int32_t from, int32_t id, bool *full)
 {
-    int32_t moving = heap[i];
-    for (;;) {
-        int32_t c = 2 * i + 1;
-        if (c >= n) break;
-        if (c + 1 < n && before(x, heap[c + 1], heap[c])) c++;
-        if (!before(x, heap[c], moving)) break;
-        heap[i] = heap[c];
-        i = c;
-    }
-    heap[i] = moving;
-}
-
-static void heap_build(int32_t *heap, int32_t n, const float *x)
-{
-    for (int32_t i = 0; i < n; i++) heap[i] = i;
-    for (int32_t i = n / 2 - 1; i >= 0; i--) sift_down(heap, n, i, x);
-}
-
-/* Removes and returns the best; the freed slot behind the heap receives it, so the popped ones end
- * up at heap[n-1], heap[n-2], ... in falling order. */
-static int32_t heap_pop(int32_t *heap, int32_t *n, const float *x)
-{
-    int32_t top = heap[0];
-    heap[0] = heap[--*n];
-    heap[*n] = top;
-    if (*n > 0) sift_down(heap, *n, 0, x);
-    return top;
-}
-
-static void logprobs(const float *logits, int32_t V, int32_t want, int32_t *heap,
-                     struct model_choice *out)
-{
-    float m = -INFINITY;
-    for (int32_t i = 0; i < V; i++)
-        if (logits[i] > m) m = logits[i];
-    double lse = 0;
-    if (isinf(m)) {
-        int32_t n_inf = 0;
-        for (int32_t i = 0; i < V; i++) n_inf += logits[i] == m;
-        out->logprob = logits[out->id] == m ? (float)-log((double)n_inf) : -INFINITY;
-    } else {
-        double sum = 0;
-        for (int32_t i = 0; i < V; i++) sum += exp((double)logits[i] - (double)m);
-        /* cppcheck-suppress invalidFunctionArg ; the largest logit alone adds 1 */
-        lse = (double)m + log(sum);
-        out->logprob = (float)((double)logits[out->id] - lse);
-    }
-    out->n_top = want < V ? want : V;
-    if (out->n_top == 0) return;
-    heap_build(heap, V, logits);
-    int32_t n = V;
-    for (int32_t k = 0; k < out->n_top; k++) {
-        int32_t id = heap_pop(heap, &n, logits);
-        out->top_ids[k] = id;
-        out->top_logprobs[k] =
-            isinf(m) ? (logits[id] == m ? 0.0f : -INFINITY) : (float)((double)logits[id] - lse);
-    }
-}
-
-static int32_t argmax(const float *x, int32_t V)
-{
-    int32_t best = 0;
-    for (int32_t i = 1; i < V; i++)
-        if (x[i] > x[best]) best = i;
-    return best;
-}
-
-static int32_t draw_all(const float *x, int32_t V, double m, double inv_t, double u)
-{
-    double sum = 0;
-    for (int32_t i = 0; i < V; i++) sum += exp(((double)x[i] - m) * inv_t);
-    double at = u * sum, acc = 0;
-    int32_t last = 0;
-    for (int32_t i = 0; i < V; i++) {
-        double e = exp(((double)x[i] - m) * inv_t);
-        if (e <= 0) continue;
-        acc += e;
-        last = i;
-        if (at < acc) return i;
-    }
-    return last; /* rounding left u*sum a hair above the last partial sum */
-}
-
-/* Tokens come off the heap only as far as the cut needs them. */
-static int32_t draw_cut(const float *x, int32_t V, const struct model_sampling *p, double m,
-                        double inv_t, double u, int32_t *heap)
-{
-    heap_build(heap, V, x);
-    const int32_t *falling = heap + V - 1; /* falling[-j] is the j-th best, once popped */
-    int32_t n = V, popped = 0, limit = p->top_k > 0 && p->top_k < V ? p->top_k : V;
-    double total = 0; /* mass that top_p is a share of: what top_k left over */
-    if (limit < V) {
-        for (; popped < limit; popped++)
-            total += exp(((double)x[heap_pop(heap, &n, x)] - m) * inv_t);
-    } else {
-        for (int32_t i = 0; i < V; i++) total += exp(((double)x[i] - m) * inv_t);
-    }
-    int32_t kept = 0;
-    double mass = 0;
-    while (kept < limit && (kept == 0 || p->top_p >= 1 || mass < (double)p->top_p * total)) {
-        if (kept == popped) {
-            heap_pop(heap, &n, x);
-            popped++;
+    if (id < 0 || id >= e->V) return NULL;
+    if (e->place[id] == 0) {
+        if (e->n == e->room) {
+            *full = true;
+            return NULL;
         }
-        double e = exp(((double)x[falling[-kept]] - m) * inv_t);
-        if (kept > 0 && (e < (double)p->min_p || e <= 0)) break;
-        mass += e;
-        kept++;
+        e->items[e->n++] = (struct kern_edit){.id = id};
+        e->place[id] = e->n - from;
     }
-    double at = u * mass, acc = 0;
-    for (int32_t j = 0; j < kept; j++) {
-        acc += exp(((double)x[falling[-j]] - m) * inv_t);
-        if (at < acc) return falling[-j];
-    }
-    return falling[-(kept - 1)];
+    return &e->items[from + e->place[id] - 1];
 }
 
-int model_sample(const float *logits, int32_t V, const struct model_sampling *p,
-                 const int32_t *output, int32_t n_output, uint64_t index, void *scratch,
-                 struct model_choice *out)
+bool model_edits_add(struct model_edits *e, const struct model_draw *d, struct kern_sample_row *out)
 {
-    float *x = scratch;
-    int32_t *heap = (int32_t *)(x + V);
-    bool any = false;
-    for (int32_t i = 0; i < V; i++) {
-        if (isnan(logits[i])) return TOW_ENUMERIC;
-        any |= logits[i] > -INFINITY;
+    const struct model_sampling *p = &d->sampling;
+    const bool penalties = p->presence_penalty != 0 || p->frequency_penalty != 0 ||
+                           (p->repetition_penalty > 0 && p->repetition_penalty != 1);
+    const int32_t from = e->n;
+    bool full = false;
+    for (int32_t i = 0; penalties && i < d->n_output && !full; i++) {
+        struct kern_edit *x = edit_of(e, from, d->output[i], &full);
+        if (x) x->count++;
     }
-    if (!any) return TOW_ENUMERIC;
-    memcpy(x, logits, (size_t)V * sizeof *x);
-    bool scaled = p->repetition_penalty > 0 && p->repetition_penalty != 1;
-    if (p->presence_penalty != 0 || scaled) {
-        memset(heap, 0,
-               (size_t)V * sizeof *heap); /* not in use yet: marks of ids already counted */
-        for (int32_t i = 0; i < n_output; i++) {
-            int32_t id = output[i];
-            if (id < 0 || id >= V || heap[id]) continue;
-            heap[id] = 1;
-            if (scaled)
-                x[id] = x[id] > 0 ? x[id] / p->repetition_penalty : x[id] * p->repetition_penalty;
-            x[id] -= p->presence_penalty;
-        }
+    for (int32_t i = 0; i < p->n_bias && !full; i++) {
+        struct kern_edit *x = edit_of(e, from, p->bias[i].id, &full);
+        if (x) x->bias += p->bias[i].value <= -100 ? -INFINITY : p->bias[i].value;
     }
-    if (p->frequency_penalty != 0)
-        for (int32_t i = 0; i < n_output; i++)
-            if (output[i] >= 0 && output[i] < V) x[output[i]] -= p->frequency_penalty;
-    for (int32_t i = 0; i < p->n_bias; i++)
-        if (p->bias[i].id >= 0 && p->bias[i].id < V)
-            x[p->bias[i].id] =
-                p->bias[i].value <= -100 ? -INFINITY : x[p->bias[i].id] + p->bias[i].value;
+    for (int32_t i = from; i < e->n; i++) e->place[e->items[i].id] = 0;
+    if (full) {
+        e->n = from;
+        return false;
+    }
+    *out = (struct kern_sample_row){.u = model_sample_uniform(p->seed, d->index),
+                                    .temperature = p->temperature,
+                                    .top_p = p->top_p,
+                                    .min_p = p->min_p,
+                                    .repetition = p->repetition_penalty,
+                                    .presence = p->presence_penalty,
+                                    .frequency = p->frequency_penalty,
+                                    .top_k = p->top_k,
+                                    .n_logprobs = p->n_logprobs,
+                                    .edit0 = from,
+                                    .n_edits = e->n - from};
+    return true;
+}
 
-    int32_t best = argmax(x, V);
-    if (!(x[best] > -INFINITY)) return TOW_ENUMERIC; /* the bias banned everything */
-    if (p->temperature <= 0 || isinf(x[best])) {
-        out->id = best;
-    } else {
-        double u = model_sample_uniform(p->seed, index), m = x[best],
-               inv_t = 1.0 / (double)p->temperature;
-        bool cut = (p->top_k > 0 && p->top_k < V) || p->top_p < 1 || p->min_p > 0;
-        out->id = cut ? draw_cut(x, V, p, m, inv_t, u, heap) : draw_all(x, V, m, inv_t, u);
+/* ------------------------------------------------------------------ on the host */
+
+struct model_sampler {
+    struct kern_dev *dev; /* owned */
+    struct model_edits edits;
+};
+
+int model_sampler_new(struct model_sampler **out, int32_t V, struct tow_err *err)
+{
+    struct model_sampler *s = calloc(1, sizeof *s);
+    if (!s) return tow_fail(err, TOW_ENOMEM, "sampler: out of memory");
+    int rc = kern_dev_open(&s->dev, "cpu", 1, err);
+    if (rc == 0 && !model_edits_init(&s->edits, V, V))
+        rc = tow_fail(err, TOW_ENOMEM, "sampler: out of memory");
+    if (rc < 0) {
+        model_sampler_free(s);
+        return rc;
     }
-    out->n_top = 0;
-    out->logprob = 0;
-    if (p->n_logprobs >= 0)
-        logprobs(logits, V, p->n_logprobs < MODEL_MAX_LOGPROBS ? p->n_logprobs : MODEL_MAX_LOGPROBS,
-                 heap, out);
+    *out = s;
     return 0;
+}
+
+void model_sampler_free(struct model_sampler *s)
+{
+    if (!s) return;
+    model_edits_fini(&s->edits);
+    kern_dev_close(s->dev);
+    free(s);
+}
+
+int model_sample(struct model_sampler *s, float *logits, struct model_draw *d)
+{
+    struct kern_sample_row row;
+    s->edits.n = 0;
+    tow_assert(model_edits_add(&s->edits, d, &row)); /* one row always fits */
+    const struct kern_sample p = {.logits = logits,
+                                  .rows = &row,
+                                  .edits = s->edits.items,
+                                  .choices = &d->choice,
+                                  .T = 1,
+                                  .V = s->edits.V,
+                                  .n_edits = s->edits.n};
+    const int rc = kern_dev_ops(s->dev)->sample(kern_dev_stream(s->dev), &p);
+    return rc < 0 ? rc : d->choice.rc;
 }

@@ -20,8 +20,7 @@ struct work_engine {
     int32_t max_samples;
     int32_t *ids;                          /* owned [max_rows] */
     int32_t *rows;                         /* owned [max_samples] */
-    float *logits;                         /* owned [max_samples, V] */
-    void *scratch;                         /* owned, for sampling */
+    struct model_draw *draws;              /* owned [max_samples] */
     struct kern_seq *seqs;                 /* owned [max_rows] */
     const struct model_capture **captures; /* owned [max_rows] */
     struct tow_inbox *todo, *done;         /* of struct work_step * */
@@ -53,12 +52,11 @@ static int move_cache(struct work_engine *e, const struct work_step *step, bool 
 
 static void run(struct work_engine *e, struct work_step *step)
 {
-    const struct model_weights *w = model_peek_weights(e->model);
     int32_t T = 0, n_rows = 0;
     bool captured = false;
     for (int32_t i = 0; i < step->n; i++) {
         struct work_item *it = &step->items[i];
-        it->rc = 0;
+        it->choice.rc = 0;
         it->seq.row0 = T;
         memcpy(e->ids + T, it->ids, (size_t)it->seq.n_rows * sizeof *e->ids);
         e->seqs[i] = it->seq;
@@ -66,7 +64,12 @@ static void run(struct work_engine *e, struct work_step *step)
         e->captures[i] = it->capture;
         if (it->capture) captured = true;
         T += it->seq.n_rows;
-        if (it->sample) e->rows[n_rows++] = T - 1;
+        if (!it->sample) continue;
+        e->draws[n_rows] = (struct model_draw){.sampling = it->sampling,
+                                               .output = it->output,
+                                               .n_output = it->n_output,
+                                               .index = it->index};
+        e->rows[n_rows++] = T - 1;
     }
     struct model_batch b = {.ids = e->ids,
                             .T = T,
@@ -74,7 +77,7 @@ static void run(struct work_engine *e, struct work_step *step)
                             .n_seqs = step->n,
                             .logit_rows = e->rows,
                             .n_logit_rows = n_rows,
-                            .logits = e->logits,
+                            .draws = e->draws,
                             .captures = captured ? e->captures : NULL,
                             .pages = work_cache_pages(e->cache),
                             .n_pages = work_cache_capacity(e->cache)};
@@ -85,12 +88,8 @@ static void run(struct work_engine *e, struct work_step *step)
     if (step->rc == 0) step->rc = model_forward(e->model, &b, step->err);
     if (step->rc == 0) step->rc = move_cache(e, step, true);
     if (step->rc < 0) return;
-    for (int32_t i = 0, r = 0; i < step->n; i++) {
-        struct work_item *it = &step->items[i];
-        if (!it->sample) continue;
-        it->rc = model_sample(e->logits + (int64_t)r++ * w->shape.V, w->shape.V, &it->sampling,
-                              it->output, it->n_output, it->index, e->scratch, &it->choice);
-    }
+    for (int32_t i = 0, r = 0; i < step->n; i++)
+        if (step->items[i].sample) step->items[i].choice = e->draws[r++].choice;
 }
 
 static void count_inside(struct work_engine *e, int change)
@@ -133,7 +132,7 @@ int work_engine_open(struct work_engine **out, struct model *m, struct work_cach
                      int32_t max_samples, void (*wake)(void *arg), void *wake_arg,
                      struct tow_err *err)
 {
-    const int32_t V = model_peek_weights(m)->shape.V, max_rows = model_peek_options(m)->max_rows;
+    const int32_t max_rows = model_peek_options(m)->max_rows;
     struct work_engine *e = calloc(1, sizeof *e);
     if (!e) return tow_fail(err, TOW_ENOMEM, "engine: out of memory");
     e->model = m;
@@ -141,14 +140,12 @@ int work_engine_open(struct work_engine **out, struct model *m, struct work_cach
     e->max_samples = max_samples;
     e->ids = malloc((size_t)max_rows * sizeof *e->ids);
     e->rows = malloc((size_t)max_samples * sizeof *e->rows);
-    e->logits = malloc((size_t)max_samples * (size_t)V * sizeof *e->logits);
-    e->scratch = malloc((size_t)model_sample_scratch(V));
+    e->draws = malloc((size_t)max_samples * sizeof *e->draws);
     e->seqs = malloc((size_t)max_rows * sizeof *e->seqs);
     e->captures = malloc((size_t)max_rows * sizeof *e->captures);
-    int rc =
-        e->ids && e->rows && e->logits && e->scratch && e->seqs && e->captures
-            ? 0
-            : tow_fail(err, TOW_ENOMEM, "engine: no memory for %d rows of logits", max_samples);
+    int rc = e->ids && e->rows && e->draws && e->seqs && e->captures
+                 ? 0
+                 : tow_fail(err, TOW_ENOMEM, "engine: out of memory");
     if (rc == 0)
         rc =
             tow_inbox_new(&e->todo, WORK_ENGINE_QUEUE, sizeof(struct work_step *), NULL, NULL, err);
@@ -172,8 +169,7 @@ fail:
     tow_inbox_free(e->done);
     free(e->ids);
     free(e->rows);
-    free(e->logits);
-    free(e->scratch);
+    free(e->draws);
     free(e->seqs);
     free(e->captures);
     free(e);
@@ -194,8 +190,7 @@ void work_engine_close(struct work_engine *e)
     tow_inbox_free(e->done);
     free(e->ids);
     free(e->rows);
-    free(e->logits);
-    free(e->scratch);
+    free(e->draws);
     free(e->seqs);
     free(e->captures);
     free(e);

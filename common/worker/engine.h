@@ -34,8 +34,7 @@ struct work_item {
     bool arrive;                         /* its pages and tail are new from the transport */
     bool depart; /* the transport will move the pages it changes; the tail too if it samples */
     /* result */
-    int rc; /* 0, or why no token could be drawn */
-    struct model_choice choice;
+    struct kern_choice choice; /* its rc: 0, or why no token could be drawn */
     void *user;
 };
 

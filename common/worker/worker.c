@@ -1143,7 +1143,7 @@ int32_t work_topk(const struct work *w, uint32_t asked)
     return asked > (uint32_t)o->max_topk ? o->max_topk : (int32_t)asked;
 }
 
-uint32_t work_pack_logprobs(const struct model_choice *c, uint8_t n_top, void *out)
+uint32_t work_pack_logprobs(const struct kern_choice *c, uint8_t n_top, void *out)
 {
     struct wire_writer w = {.data = out, .cap = 4 + 8u * n_top};
     /* The wire carries finite numbers only; -inf becomes the lowest one. */

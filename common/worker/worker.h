@@ -104,6 +104,6 @@ void work_sampling(const struct wire_sampling *s, struct model_bias *bias,
 /* The index_topk of one request: 0 means the worker's own, more than the engine takes is cut. */
 int32_t work_topk(const struct work *w, uint32_t asked);
 /* One row of log-probabilities as TOKENS carries them: bytes written (4 + 8 * n_top). */
-uint32_t work_pack_logprobs(const struct model_choice *c, uint8_t n_top, void *out);
+uint32_t work_pack_logprobs(const struct kern_choice *c, uint8_t n_top, void *out);
 
 #endif

@@ -52,13 +52,13 @@ struct run {
     int32_t n_drawn; /* and of which tokens are */
     int32_t n_now;   /* of the way that runs */
     struct model_sampling sampling;
-    struct model_bias *bias; /* owned */
-    float *base;             /* [n_steps, V] owned */
-    int32_t *drawn;          /* [n_steps] by the baseline; owned */
-    void *scratch;           /* of the sampler; owned */
+    struct model_bias *bias;       /* owned */
+    float *base;                   /* [n_steps, V] owned */
+    int32_t *drawn;                /* [n_steps] by the baseline; owned */
+    struct model_sampler *sampler; /* owned */
 };
 
-typedef void (*on_step_fn)(struct run *r, void *ctx, int32_t step, const float *logits);
+typedef void (*on_step_fn)(struct run *r, void *ctx, int32_t step, float *logits);
 
 /* ------------------------------------------------------------------ one way */
 
@@ -209,12 +209,13 @@ static int run_way(struct run *r, struct model *m, const struct way *way, on_ste
 /* ------------------------------------------------------------------ baseline */
 
 /* What the recorded sampler makes of a row; -1: nothing can be drawn. */
-static int32_t draw(const struct run *r, int32_t step, const float *logits)
+static int32_t draw(const struct run *r, int32_t step, float *logits)
 {
-    struct model_choice c;
-    const int rc = model_sample(logits, r->V, &r->sampling, r->ids + r->n_prompt, step,
-                                (uint64_t)step, r->scratch, &c);
-    return rc < 0 ? -1 : c.id;
+    struct model_draw d = {.sampling = r->sampling,
+                           .output = r->ids + r->n_prompt,
+                           .n_output = step,
+                           .index = (uint64_t)step};
+    return model_sample(r->sampler, logits, &d) < 0 ? -1 : d.choice.id;
 }
 
 static bool is_end(const struct run *r, int32_t id)
@@ -225,7 +226,7 @@ static bool is_end(const struct run *r, int32_t id)
     return false;
 }
 
-static void keep_step(struct run *r, void *ctx, int32_t step, const float *logits)
+static void keep_step(struct run *r, void *ctx, int32_t step, float *logits)
 {
     struct ctl_explain_report *out = r->out;
     (void)ctx;
@@ -251,7 +252,7 @@ static void keep_step(struct run *r, void *ctx, int32_t step, const float *logit
 
 /* ------------------------------------------------------------------ rows */
 
-static void compare_step(struct run *r, void *ctx, int32_t step, const float *logits)
+static void compare_step(struct run *r, void *ctx, int32_t step, float *logits)
 {
     struct ctl_explain_row *row = ctx;
     const float *base = r->base + (int64_t)step * r->V;
@@ -783,9 +784,10 @@ static int run_all(struct run *r, struct tow_err *err)
     out->topk = topk_of(r);
     r->base = malloc((size_t)r->n_steps * (size_t)r->V * sizeof *r->base);
     r->drawn = malloc((size_t)r->n_steps * sizeof *r->drawn);
-    r->scratch = malloc((size_t)model_sample_scratch(r->V));
-    if (!r->base || !r->drawn || !r->scratch)
+    if (!r->base || !r->drawn)
         return tow_fail(err, TOW_ENOMEM, "explain: no memory for %d rows of logits", r->n_steps);
+    rc = model_sampler_new(&r->sampler, r->V, err);
+    if (rc < 0) return rc;
 
     const struct way base = {.chunk = out->chunk, .topk = out->topk};
     rc = plan(r, &base, err);
@@ -811,7 +813,7 @@ int ctl_explain_run(const struct ctl_explain *e, struct ctl_explain_report *out,
     free(r.bias);
     free(r.base);
     free(r.drawn);
-    free(r.scratch);
+    model_sampler_free(r.sampler);
     out->seconds = (double)(tow_now_ms() - began) / 1000;
     return rc;
 }

@@ -9,7 +9,8 @@
  *           sequence its own, without a prefill of its own. Where that many pages do not fit, sequences
  *           share them (but for their last, which they write), and the output says so.
  * Step      Median of whole calls of model_forward() with the logits of all rows; as a graph where the
- *           device has them. The reading of logits to the host is also timed alone and taken off in "rest".
+ *           device has them. The same with a token drawn from each row in place of the logits, as workers do:
+ *           greedy, and by temperature 0.6, top_p 0.95 with 5 log-probabilities. The reading of logits to the host is also timed alone and taken off in "rest".
  * Ops       A pass apart, op by op: every op is waited for, less what waiting for an op of no work costs.
  *           It runs without graphs. The quickest of OP_PASSES; gaps are rest less the sum of ops.
  * Floors    Per op, bytes / copy bandwidth of the same run or FLOPs / ceiling, whichever is larger; bytes
@@ -23,6 +24,7 @@
  * --prefill 0 or --batches 0 leave a section out; --bf16, --fp8: ceilings in TFLOP/s.
  */
 #include "common/model/forward.h"
+#include "common/model/sample.h"
 #include "tests/gpu/bench.h"
 
 #include <math.h>
@@ -57,6 +59,7 @@ struct one_case {
     char name[24];
     int32_t T;
     double step, read, ops, floor; /* seconds; read: logits to the host, 0: not taken off */
+    double greedy, random;         /* steps that draw; NaN: not measured */
     double experts;                /* mean hit in a layer */
     double kinds[KINDS];
     int bad_logits;
@@ -382,14 +385,16 @@ static struct {
 static struct {
     uint8_t *pages, *tails;
     uint32_t n_pages;
-    int32_t n_seqs;     /* most of any case */
-    int32_t seq_pages;  /* table of one sequence */
-    uint32_t *tables;   /* [n_seqs, seq_pages] */
-    int32_t *ids;       /* [chunk or batch], random */
-    int32_t *rows;      /* 0, 1, 2 ... */
-    float *logits;      /* [n_seqs, V] */
-    struct kern_seq *q; /* [n_seqs] */
-    void *dev_logits;   /* to read them alone; as many */
+    int32_t n_seqs;           /* most of any case */
+    int32_t seq_pages;        /* table of one sequence */
+    uint32_t *tables;         /* [n_seqs, seq_pages] */
+    int32_t *ids;             /* [chunk or batch], random */
+    int32_t *rows;            /* 0, 1, 2 ... */
+    float *logits;            /* [n_seqs, V] */
+    struct kern_seq *q;       /* [n_seqs] */
+    void *dev_logits;         /* to read them alone; as many */
+    struct model_draw *draws; /* [n_seqs] */
+    bool drawing;             /* tokens, no logits */
     bool shared;
 } seqs;
 
@@ -423,8 +428,8 @@ static void make_sequences(void)
     uint64_t seed = 0x9e3779b97f4a7c15u;
 
     seqs.n_seqs = n;
-    seqs.seq_pages =
-        (int32_t)kern_kv_pages_for(tokens + SPREAD + MAX_STEPS + 2 * WARM_STEPS, l->page_tokens);
+    seqs.seq_pages = (int32_t)kern_kv_pages_for(tokens + SPREAD + 3 * MAX_STEPS + 4 * WARM_STEPS,
+                                                l->page_tokens);
     double pages = (double)n * seqs.seq_pages;
     const double room = kern_dev_host_memory(B.dev) ? 2e9 : PAGES_MOST;
     const uint32_t own = (uint32_t)seqs.seq_pages + 2 * (uint32_t)n;
@@ -443,6 +448,7 @@ static void make_sequences(void)
     seqs.rows = host((double)rows * sizeof *seqs.rows);
     seqs.logits = host((double)n * V * sizeof *seqs.logits);
     seqs.q = host((double)n * sizeof *seqs.q);
+    seqs.draws = host((double)n * sizeof *seqs.draws);
     timing.choice = host((double)rows * model_peek_weights(model)->shape.k * sizeof *timing.choice);
     for (int32_t i = 0; i < rows; i++) {
         seqs.rows[i] = i;
@@ -506,7 +512,8 @@ static double pass(int32_t n, int32_t n_rows, int64_t pos, bool plain)
                                   .n_pages = seqs.n_pages,
                                   .logit_rows = n_rows == 1 ? seqs.rows : &last,
                                   .n_logit_rows = n,
-                                  .logits = seqs.logits,
+                                  .logits = seqs.drawing ? NULL : seqs.logits,
+                                  .draws = seqs.drawing ? seqs.draws : NULL,
                                   /* All layers, by name: a pass that no graph is made of. */
                                   .last_layer =
                                       plain ? model_peek_weights(model)->shape.n_layers : 0};
@@ -604,6 +611,7 @@ static void bench_prefill(void)
         const int c = new_case(opt.chunk);
         name_of(cases[c].name, sizeof cases[c].name, "P", opt.chunk, (int64_t)(i + 1) * opt.chunk);
         cases[c].step = t;
+        cases[c].greedy = cases[c].random = NAN;
         cases[c].bad_logits = bad_logits(1);
         if (i == 0) { /* once more: the least disturbed counts */
             const double again = pass(1, opt.chunk, 0, false);
@@ -617,17 +625,39 @@ static void bench_prefill(void)
            tokens, opt.chunk, whole * 1e3, tokens / whole);
 }
 
-static void bench_decode(int32_t n, int64_t context)
+static double median_step(int32_t n, int64_t *pos)
 {
     double t[MAX_STEPS];
+    for (int i = 0; i < WARM_STEPS; i++) pass(n, 1, (*pos)++, false);
+    for (int i = 0; i < opt.steps; i++) t[i] = pass(n, 1, (*pos)++, false);
+    qsort(t, (size_t)opt.steps, sizeof *t, bench_by_value);
+    return t[opt.steps / 2];
+}
+
+static double drawn_step(int32_t n, int64_t *pos, const struct model_sampling *p)
+{
+    for (int32_t i = 0; i < n; i++) {
+        seqs.draws[i] = (struct model_draw){.sampling = *p, .index = (uint64_t)*pos};
+        seqs.draws[i].sampling.seed = (uint64_t)i;
+    }
+    seqs.drawing = true;
+    const double t = median_step(n, pos);
+    seqs.drawing = false;
+    return t;
+}
+
+static void bench_decode(int32_t n, int64_t context)
+{
+    static const struct model_sampling greedy = {.top_p = 1, .n_logprobs = -1},
+                                       random = {
+                                           .temperature = 0.6f, .top_p = 0.95f, .n_logprobs = 5};
     const int c = new_case(n);
     int64_t pos = context;
     name_of(cases[c].name, sizeof cases[c].name, "B", n, context);
-    for (int i = 0; i < WARM_STEPS; i++) pass(n, 1, pos++, false);
-    for (int i = 0; i < opt.steps; i++) t[i] = pass(n, 1, pos++, false);
+    cases[c].step = median_step(n, &pos);
     cases[c].bad_logits = bad_logits(n);
-    qsort(t, (size_t)opt.steps, sizeof *t, bench_by_value);
-    cases[c].step = t[opt.steps / 2];
+    cases[c].greedy = drawn_step(n, &pos, &greedy);
+    cases[c].random = drawn_step(n, &pos, &random);
     cases[c].read = read_seconds(n);
     time_ops(c, n, 1, pos);
     say(&cases[c]);
@@ -661,6 +691,14 @@ static double read_us(const struct one_case *c)
 {
     return c->read * 1e6;
 }
+static double greedy_us(const struct one_case *c)
+{
+    return c->greedy * 1e6;
+}
+static double random_us(const struct one_case *c)
+{
+    return c->random * 1e6;
+}
 static double rest_us(const struct one_case *c)
 {
     return rest_of(c) * 1e6;
@@ -679,7 +717,7 @@ static double step_ratio(const struct one_case *c)
 }
 static double tokens_s(const struct one_case *c)
 {
-    return c->T / c->step;
+    return c->T / (isnan(c->greedy) ? c->step : c->greedy);
 }
 static double ops_us(const struct one_case *c)
 {
@@ -735,6 +773,8 @@ static void print_cases(void)
     line("step, whole", "us", step_us, 1);
     line("  reading logits, alone", "us", read_us, 1);
     line("  rest", "us", rest_us, 1);
+    line("step, tokens drawn: greedy", "us", greedy_us, 1);
+    line("  temperature 0.6, top_p .95", "us", random_us, 1);
     line("sum of floors", "us", floor_us, 1);
     line("rest / floor", "x", rest_ratio, 2);
     line("step / floor", "x", step_ratio, 2);
@@ -877,6 +917,7 @@ static void close_all(void)
     free(seqs.rows);
     free(seqs.logits);
     free(seqs.q);
+    free(seqs.draws);
     free(timing.choice);
     model_close(model);
 }

@@ -1,9 +1,12 @@
-/* What model_forward() refuses before a kernel sees it. What it computes: tests/golden. */
+/* What model_forward() refuses before a kernel sees it, and that its draws are those of its logits. What
+ * it computes: tests/golden. TOW_TEST_DEVICE=cuda:0: on that device. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
 #include "common/kv/table.h"
 #include "common/model/forward.h"
+#include "common/model/sample.h"
+#include "kernels/dev.h"
 
 #include <stdlib.h>
 #include <string.h>
@@ -22,10 +25,16 @@ struct world {
     struct tow_err err;
 };
 
+static const char *device(void)
+{
+    const char *d = getenv("TOW_TEST_DEVICE");
+    return d && *d ? d : "cpu";
+}
+
 static void setup(struct world *w)
 {
     memset(w, 0, sizeof *w);
-    const struct model_options o = {.device = "cpu",
+    const struct model_options o = {.device = device(),
                                     .n_threads = 1,
                                     .exact = true,
                                     .kv_fmt = KERN_KV_F32,
@@ -34,8 +43,8 @@ static void setup(struct world *w)
     if (model_open(&w->m, "tests/golden/data/exact-bf16/checkpoint", &o, &w->err) < 0)
         fail_msg("%s", w->err.msg);
     const struct kern_kv_layout *l = model_peek_layout(w->m);
-    w->pages = aligned_alloc(4096, ((size_t)l->page_bytes * PAGES + 4095) & ~(size_t)4095);
-    w->tail = aligned_alloc(4096, ((size_t)l->tail_bytes + 4095) & ~(size_t)4095);
+    w->pages = kern_dev_alloc(model_peek_dev(w->m), (size_t)l->page_bytes * PAGES);
+    w->tail = kern_dev_alloc(model_peek_dev(w->m), (size_t)l->tail_bytes);
     w->logits = malloc(2 * (size_t)model_peek_weights(w->m)->shape.V * sizeof *w->logits);
     w->ids_of_pages[0] = 2;
     w->seq = (struct kern_seq){
@@ -55,9 +64,9 @@ static void setup(struct world *w)
 
 static void teardown(struct world *w)
 {
+    kern_dev_free(model_peek_dev(w->m), w->pages);
+    kern_dev_free(model_peek_dev(w->m), w->tail);
     model_close(w->m);
-    free(w->pages);
-    free(w->tail);
     free(w->logits);
 }
 
@@ -149,12 +158,110 @@ static void test_model_forward__rows_must_be_in_order_and_within_the_scratch(voi
     teardown(&w);
 }
 
+/* ------------------------------------------------------------------ draws */
+
+enum { SEQS = 5, TOKENS = 6 };
+
+/* What differs between the rows of a batch; sequence 2 edits most of the vocabulary. */
+static void ask(struct model_draw *d, const int32_t *output, int32_t n_output)
+{
+    static const struct model_bias bias[] = {{5, 3}, {9, -100}, {5, 1}};
+    const struct model_sampling forms[SEQS] = {
+        {.top_p = 1, .n_logprobs = -1},
+        {.temperature = 0.8f, .top_p = 0.9f, .seed = 3, .n_logprobs = 20},
+        {.temperature = 1, .top_p = 1, .frequency_penalty = 0.5f, .n_logprobs = 0},
+        {.temperature = 2, .top_p = 1, .top_k = 30, .bias = bias, .n_bias = 3, .n_logprobs = -1},
+        {.temperature = 1, .top_p = 0.99f, .min_p = 0.01f, .repetition_penalty = 1.3f}};
+    for (int i = 0; i < SEQS; i++)
+        d[i] = (struct model_draw){.sampling = forms[i],
+                                   .output = output,
+                                   .n_output = i == 2 ? n_output : 7,
+                                   .index = (uint64_t)n_output};
+}
+
+static void check_draws(struct model_sampler *s, float *logits, int32_t V,
+                        const struct model_draw *got, int n)
+{
+    for (int i = 0; i < n; i++) {
+        struct model_draw d = got[i];
+        memset(&d.choice, 0x5a, sizeof d.choice);
+        assert_int_equal(model_sample(s, logits + (int64_t)i * V, &d), got[i].choice.rc);
+        assert_memory_equal(&d.choice, &got[i].choice, sizeof d.choice);
+    }
+}
+
+/* A prompt of two rows each, then steps, which a device launches as a graph from the third on. Each pass
+ * twice: with logits beside the draws, and without. */
+static void test_model_forward__draws_are_those_of_its_logits(void **state)
+{
+    (void)state;
+    struct world w;
+    struct model_sampler *s;
+    struct model_draw draws[SEQS], alone[SEQS];
+    struct kern_seq q[SEQS];
+    int32_t ids[2 * SEQS], rows[SEQS];
+    uint32_t pages[SEQS] = {0, 1, 2, 3, 4};
+    setup(&w);
+    struct kern_dev *dev = model_peek_dev(w.m);
+    const struct kern_kv_layout *l = model_peek_layout(w.m);
+    const int32_t V = model_peek_weights(w.m)->shape.V;
+    uint8_t *pool = kern_dev_alloc(dev, (size_t)l->page_bytes * SEQS),
+            *tails = kern_dev_alloc(dev, (size_t)l->tail_bytes * SEQS);
+    float *logits = malloc((size_t)SEQS * (size_t)V * sizeof *logits);
+    int32_t *output = malloc((size_t)V * sizeof *output);
+    assert_true(pool && tails && logits && output);
+    assert_int_equal(model_sampler_new(&s, V, NULL), 0);
+    for (int32_t i = 0; i < V; i++) output[i] = i;
+    for (int at = 0; at < TOKENS; at++) {
+        const int32_t n_rows = at ? 1 : 2, n = at ? SEQS : 4; /* a pass has at most ROWS rows */
+        for (int i = 0; i < n; i++) {
+            q[i] = (struct kern_seq){.row0 = i * n_rows,
+                                     .n_rows = n_rows,
+                                     .pos0 = at ? at + 1 : 0,
+                                     .page_ids = &pages[i],
+                                     .n_pages = 1,
+                                     .tail = tails + (int64_t)i * l->tail_bytes,
+                                     .topk = 4};
+            rows[i] = i * n_rows + n_rows - 1;
+            for (int r = 0; r < n_rows; r++) ids[i * n_rows + r] = 3 + at * 7 + i + r;
+        }
+        struct model_batch b = {.ids = ids,
+                                .T = n * n_rows,
+                                .seqs = q,
+                                .n_seqs = n,
+                                .pages = pool,
+                                .n_pages = SEQS,
+                                .logit_rows = rows,
+                                .n_logit_rows = n,
+                                .logits = logits,
+                                .draws = draws};
+        ask(draws, output, V - at);
+        if (model_forward(w.m, &b, &w.err) < 0) fail_msg("%s", w.err.msg);
+        check_draws(s, logits, V, draws, n);
+        ask(alone, output, V - at);
+        b.logits = NULL;
+        b.draws = alone;
+        if (model_forward(w.m, &b, &w.err) < 0) fail_msg("%s", w.err.msg);
+        for (int i = 0; i < n; i++)
+            assert_memory_equal(&alone[i].choice, &draws[i].choice, sizeof draws[i].choice);
+    }
+    w.b.logits = NULL;
+    refused(&w, "neither logits nor draws");
+    kern_dev_free(dev, pool);
+    kern_dev_free(dev, tails);
+    free(logits);
+    free(output);
+    model_sampler_free(s);
+    teardown(&w);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_model_forward__page_ids_must_lie_in_the_pool),
         cmocka_unit_test(test_model_forward__layers_must_be_a_part_of_the_stack),
         cmocka_unit_test(test_model_forward__rows_must_be_in_order_and_within_the_scratch),
+        cmocka_unit_test(test_model_forward__draws_are_those_of_its_logits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
