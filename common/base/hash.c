@@ -68,3 +68,53 @@ void tow_hash_add(struct tow_hash *h, const void *p, size_t n)
 #endif
     tow_hash_add_plain(h, p, n);
 }
+
+void tow_hash_copy_begin(struct tow_hash_copy *c, void *dst, size_t n, bool past_cache)
+{
+    c->dst = dst;
+    c->n = n;
+    c->at = 0;
+    c->past_cache = past_cache;
+#if defined(__x86_64__)
+    if (n > SHORT && has_avx512()) {
+        tow_hash_copy_begin_avx512(c);
+        return;
+    }
+    if (n > SHORT && has_avx2()) {
+        tow_hash_copy_begin_avx2(c);
+        return;
+    }
+#endif
+    tow_hash_copy_begin_plain(c);
+}
+
+static void add(struct tow_hash_copy *c, const void *src, size_t n)
+{
+#if defined(__x86_64__)
+    if (c->n > SHORT && has_avx512()) {
+        tow_hash_copy_add_avx512(c, src, n);
+        return;
+    }
+    if (c->n > SHORT && has_avx2()) {
+        tow_hash_copy_add_avx2(c, src, n);
+        return;
+    }
+#endif
+    tow_hash_copy_add_plain(c, src, n);
+}
+
+void tow_hash_copy_add(struct tow_hash_copy *c, const void *src, size_t n)
+{
+    add(c, src, n);
+    c->at += n;
+}
+
+uint64_t tow_hash_copy_end(const struct tow_hash_copy *c)
+{
+    if (c->at < c->n) return tow_hash64(c->dst, c->n);
+#if defined(__x86_64__)
+    if (c->n > SHORT && has_avx512()) return tow_hash_copy_end_avx512(c);
+    if (c->n > SHORT && has_avx2()) return tow_hash_copy_end_avx2(c);
+#endif
+    return tow_hash_copy_end_plain(c);
+}

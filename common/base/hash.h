@@ -23,4 +23,16 @@ void tow_hash_begin(struct tow_hash *h); /* also starts it anew */
 void tow_hash_add(struct tow_hash *h, const void *p, size_t n);
 uint64_t tow_hash_end(const struct tow_hash *h);
 
+/* tow_hash_copy() of a source that comes in runs, however they are cut. */
+struct tow_hash_copy {
+    struct tow_hash so_far;
+    uint8_t *dst; /* borrowed */
+    size_t n, at; /* bytes in all; of them copied */
+    bool past_cache;
+};
+void tow_hash_copy_begin(struct tow_hash_copy *c, void *dst, size_t n, bool past_cache);
+void tow_hash_copy_add(struct tow_hash_copy *c, const void *src, size_t n); /* n <= c->n - c->at */
+/* What came to dst by other ways is digested from there, all anew. */
+uint64_t tow_hash_copy_end(const struct tow_hash_copy *c);
+
 #endif

@@ -5,7 +5,10 @@
  *          pass through the core once: the multiplications hide behind the moves. Four stripes are
  *          moved before they are digested, which keeps loads and stores in long runs.
  *          The library has no such loop, so XXH3's long form (over 240 bytes, no seed) is spelled
- *          out here: lanes of 64 bits, stripes of 64 bytes, a scramble after each 16 of them.
+ *          out here: lanes of 64 bits, stripes of 64 bytes, a scramble after each 16 of them. The
+ *          last 1 to 64 bytes are no stripe: the end digests the last 64 instead.
+ *          A source may come in runs. A stripe that one run begins and the next one ends is digested
+ *          from where it was copied to.
  *          Without vectors the library digests the copy piece by piece, from the first cache.
  */
 #define XXH_INLINE_ALL
@@ -142,33 +145,66 @@ static uint64_t merge(const vec acc[PER_STRIPE], size_t n)
     return sum ^ (sum >> 32);
 }
 
+INLINE void begin(struct lanes *l)
+{
+    UNROLL
+    for (int i = 0; i < PER_STRIPE; i++) {
+        l->acc[i] = load((const uint8_t *)START + i * sizeof(vec));
+        l->plain[i] = every(0);
+    }
+}
+
+/* n bytes from src to dst + at, of total bytes that dst will have. */
+INLINE void add_run(struct lanes *l, uint8_t *dst, size_t at, const uint8_t *src, size_t n,
+                    size_t total, bool past_cache)
+{
+    const size_t plain_end = (total - 1) / STRIPE * STRIPE; /* of stripes that are not the last */
+    if (at % STRIPE) {
+        size_t left = STRIPE - at % STRIPE, k = n < left ? n : left;
+        memcpy(dst + at, src, k);
+        at += k, src += k, n -= k;
+        if (at % STRIPE == 0 && at <= plain_end) {
+            vec data[PER_STRIPE];
+            for (int i = 0; i < PER_STRIPE; i++)
+                data[i] = load(dst + at - STRIPE + i * sizeof(vec));
+            digest(l, data, XXH3_kSecret + (at - STRIPE) % BLOCK / STRIPE * 8);
+            if (at % BLOCK == 0) scramble(l);
+        }
+    }
+    while (n >= STRIPE && at < plain_end) {
+        if (at % BLOCK == 0 && n >= BLOCK && plain_end - at >= BLOCK) {
+            UNROLL
+            for (int i = 0; i < BLOCK / STRIPE; i += GROUP)
+                stripes(l, dst + at + i * STRIPE, src + i * STRIPE, XXH3_kSecret + i * 8, GROUP,
+                        past_cache);
+            at += BLOCK, src += BLOCK, n -= BLOCK;
+        } else {
+            stripes(l, dst + at, src, XXH3_kSecret + at % BLOCK / STRIPE * 8, 1, false);
+            at += STRIPE, src += STRIPE, n -= STRIPE;
+        }
+        if (at % BLOCK == 0) scramble(l);
+    }
+    memcpy(dst + at, src, n);
+    if (past_cache) _mm_sfence(); /* such stores are not in order with others */
+}
+
+/* The last stripe ends with the bytes and may overlap the one before it: as stored, for the source
+ * may be another by now. */
+INLINE uint64_t end(struct lanes *l, const uint8_t *dst, size_t total)
+{
+    vec last[PER_STRIPE];
+    for (int i = 0; i < PER_STRIPE; i++) last[i] = load(dst + total - STRIPE + i * sizeof(vec));
+    digest(l, last, XXH3_kSecret + SECRET_LAST);
+    settle(l);
+    return merge(l->acc, total);
+}
+
 INLINE uint64_t copy(uint8_t *dst, const uint8_t *src, size_t n, bool past_cache)
 {
     struct lanes l;
-    vec last[PER_STRIPE];
-    for (int i = 0; i < PER_STRIPE; i++) {
-        l.acc[i] = load((const uint8_t *)START + i * sizeof(vec));
-        l.plain[i] = every(0);
-    }
-    size_t at = 0;
-    for (; n - at > BLOCK; at += BLOCK) {
-        UNROLL
-        for (int i = 0; i < BLOCK / STRIPE; i += GROUP)
-            stripes(&l, dst + at + i * STRIPE, src + at + i * STRIPE, XXH3_kSecret + i * 8, GROUP,
-                    past_cache);
-        scramble(&l);
-    }
-    const uint8_t *secret = XXH3_kSecret;
-    for (; n - at > STRIPE; at += STRIPE, secret += 8)
-        stripes(&l, dst + at, src + at, secret, 1, false);
-    memcpy(dst + at, src + at, n - at);
-    /* The last stripe ends with the bytes and may overlap the one before it: as stored, for the
-     * source may be another by now. */
-    for (int i = 0; i < PER_STRIPE; i++) last[i] = load(dst + n - STRIPE + i * sizeof(vec));
-    digest(&l, last, XXH3_kSecret + SECRET_LAST);
-    settle(&l);
-    if (past_cache) _mm_sfence(); /* such stores are not in order with others */
-    return merge(l.acc, n);
+    begin(&l);
+    add_run(&l, dst, 0, src, n, n, past_cache);
+    return end(&l, dst, n);
 }
 
 uint64_t VARIANT(tow_hash_copy)(void *dst, const void *src, size_t n, bool past_cache)
@@ -177,19 +213,63 @@ uint64_t VARIANT(tow_hash_copy)(void *dst, const void *src, size_t n, bool past_
     return copy(dst, src, n, false);
 }
 
+_Static_assert(sizeof(struct lanes) <= sizeof(struct tow_hash), "room for lanes");
+
+void VARIANT(tow_hash_copy_begin)(struct tow_hash_copy *c)
+{
+    begin((struct lanes *)(void *)c->so_far.state);
+}
+
+void VARIANT(tow_hash_copy_add)(struct tow_hash_copy *c, const void *src, size_t n)
+{
+    struct lanes l = *(struct lanes *)(void *)c->so_far.state;
+    if (c->past_cache && (uintptr_t)c->dst % STRIPE == 0)
+        add_run(&l, c->dst, c->at, src, n, c->n, true);
+    else
+        add_run(&l, c->dst, c->at, src, n, c->n, false);
+    *(struct lanes *)(void *)c->so_far.state = l;
+}
+
+uint64_t VARIANT(tow_hash_copy_end)(const struct tow_hash_copy *c)
+{
+    struct lanes l = *(const struct lanes *)(const void *)c->so_far.state;
+    return end(&l, c->dst, c->n);
+}
+
 #else
+
+enum { PIECE = 8192 };
+
+static void copy_pieces(struct tow_hash *h, uint8_t *dst, const uint8_t *src, size_t n)
+{
+    for (size_t at = 0; at < n; at += PIECE) {
+        size_t k = n - at < PIECE ? n - at : PIECE;
+        memcpy(dst + at, src + at, k);
+        tow_hash_add_plain(h, dst + at, k);
+    }
+}
 
 uint64_t tow_hash_copy_plain(void *dst, const void *src, size_t n, bool past_cache)
 {
-    enum { PIECE = 8192 };
     struct tow_hash h;
     (void)past_cache;
     tow_hash_begin(&h);
-    for (size_t at = 0; at < n; at += PIECE) {
-        size_t k = n - at < PIECE ? n - at : PIECE;
-        memcpy((uint8_t *)dst + at, (const uint8_t *)src + at, k);
-        tow_hash_add_plain(&h, (const uint8_t *)dst + at, k);
-    }
+    copy_pieces(&h, dst, src, n);
     return tow_hash_end(&h);
+}
+
+void tow_hash_copy_begin_plain(struct tow_hash_copy *c)
+{
+    tow_hash_begin(&c->so_far);
+}
+
+void tow_hash_copy_add_plain(struct tow_hash_copy *c, const void *src, size_t n)
+{
+    copy_pieces(&c->so_far, c->dst + c->at, src, n);
+}
+
+uint64_t tow_hash_copy_end_plain(const struct tow_hash_copy *c)
+{
+    return tow_hash_end(&c->so_far);
 }
 #endif

@@ -143,6 +143,101 @@ static void test_hash_copy__equals_copy_and_digest_at_every_size_and_alignment(v
     }
 }
 
+struct runs {
+    void (*begin)(struct tow_hash_copy *c);
+    void (*add)(struct tow_hash_copy *c, const void *src, size_t n);
+    uint64_t (*end)(const struct tow_hash_copy *c);
+    size_t from; /* the smallest size */
+};
+
+static void begin_any(struct tow_hash_copy *c)
+{
+    tow_hash_copy_begin(c, c->dst, c->n, c->past_cache);
+}
+
+static void add_any(struct tow_hash_copy *c, const void *src, size_t n)
+{
+    tow_hash_copy_add(c, src, n);
+    c->at -= n; /* as the others leave it */
+}
+
+static size_t run_copies(struct runs *r)
+{
+    size_t n = 0;
+    r[n++] = (struct runs){begin_any, add_any, tow_hash_copy_end, 0};
+    r[n++] = (struct runs){tow_hash_copy_begin_plain, tow_hash_copy_add_plain,
+                           tow_hash_copy_end_plain, 0};
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2"))
+        r[n++] = (struct runs){tow_hash_copy_begin_avx2, tow_hash_copy_add_avx2,
+                               tow_hash_copy_end_avx2, 241};
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+        r[n++] = (struct runs){tow_hash_copy_begin_avx512, tow_hash_copy_add_avx512,
+                               tow_hash_copy_end_avx512, 241};
+#endif
+    return n;
+}
+
+/* max: of a run; the lengths follow from the seed. */
+static void check_runs(const struct runs *r, size_t n, size_t to, size_t max, uint64_t seed)
+{
+    enum { GUARD = 64, FILL = 0xA5 };
+    static _Alignas(64) uint8_t dst[GUARD + 64 + sizeof bytes + GUARD];
+    uint8_t *out = dst + GUARD + to;
+    struct tow_hash_copy c = {.dst = out, .n = n, .past_cache = seed % 2};
+    memset(dst, FILL, GUARD + to);
+    memset(out, ~bytes[0], n);
+    memset(out + n, FILL, GUARD);
+    r->begin(&c);
+    while (c.at < n) {
+        seed = seed * 6364136223846793005u + 1442695040888963407u;
+        size_t k = 1 + (seed >> 33) % max;
+        if (k > n - c.at) k = n - c.at;
+        r->add(&c, bytes + c.at, k);
+        c.at += k;
+    }
+    assert_true(r->end(&c) == tow_hash64(bytes, n));
+    assert_memory_equal(out, bytes, n);
+    for (int i = 1; i <= GUARD; i++) {
+        assert_int_equal(out[-i], FILL);
+        assert_int_equal(out[n + (size_t)i - 1], FILL);
+    }
+}
+
+static void test_hash_copy__runs_equal_the_whole_however_cut(void **state)
+{
+    (void)state;
+    static const size_t max[] = {1, 3, 64, 65, 200, 1024, 1500, 5000, 70000, 400000};
+    enum { MAX = sizeof max / sizeof *max };
+    struct runs r[4];
+    size_t n_r = run_copies(r);
+    fill();
+    for (size_t k = 0; k < n_r; k++) {
+        for (size_t n = r[k].from; n < 2200; n++)
+            check_runs(&r[k], n, n % 3 ? n % 64 : 0, max[n % MAX], n);
+        for (int i = 0; i < 400; i++) {
+            uint64_t seed = tow_random_u64();
+            size_t n = r[k].from + seed % (sizeof bytes - 64 - r[k].from);
+            check_runs(&r[k], i % 4 ? n % 9000 + r[k].from : n, i % 3 ? (seed >> 50) % 64 : 0,
+                       max[(seed >> 40) % MAX], seed);
+        }
+    }
+}
+
+static void test_hash_copy__what_came_by_other_ways_is_digested_from_there(void **state)
+{
+    (void)state;
+    static uint8_t dst[5000];
+    struct tow_hash_copy c;
+    fill();
+    tow_hash_copy_begin(&c, dst, sizeof dst, false);
+    tow_hash_copy_add(&c, bytes, 1000);
+    memcpy(dst + 3000, bytes + 3000, 2000); /* before its turn */
+    tow_hash_copy_add(&c, bytes + 1000, 2000);
+    assert_true(tow_hash_copy_end(&c) == tow_hash64(bytes, sizeof dst));
+}
+
 struct scribbler {
     uint8_t *at;
     size_t n;
@@ -188,6 +283,8 @@ int main(void)
         cmocka_unit_test(test_hash__pieces_equal_the_whole),
         cmocka_unit_test(test_hash__one_bit_in_any_piece_changes_it),
         cmocka_unit_test(test_hash_copy__equals_copy_and_digest_at_every_size_and_alignment),
+        cmocka_unit_test(test_hash_copy__runs_equal_the_whole_however_cut),
+        cmocka_unit_test(test_hash_copy__what_came_by_other_ways_is_digested_from_there),
         cmocka_unit_test(test_hash_copy__digest_is_of_what_arrived_though_the_source_changes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
