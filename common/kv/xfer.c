@@ -226,6 +226,8 @@ void kv_xfer_step(struct kv_xfer *x, const struct kv_xfer_event *ev, struct kv_x
 bool kv_xfer_next(struct kv_xfer *x, uint32_t *index)
 {
     if (x->sender || x->state != KV_XFER_MOVING) return false;
+    /* Asked once more for each part that came: no search through those that did not. */
+    if (x->n_offered == x->n_busy + x->n_done) return false;
     for (uint32_t s = x->next; s <= x->n_pages; s++) {
         if (x->parts[s] != KV_PART_OFFERED) continue;
         x->parts[s] = KV_PART_BUSY;
