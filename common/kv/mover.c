@@ -307,6 +307,7 @@ static int configure(struct kv_mover *m, const struct kv_mover_config *cfg, stru
     if (rc == 0) rc = copy_fact(m, "link.page_bytes", number, err);
     snprintf(number, sizeof number, "%zu", cfg->tail_bytes);
     if (rc == 0) rc = copy_fact(m, "link.tail_bytes", number, err);
+    if (rc == 0) rc = copy_fact(m, "link.tcp_segment", net_link_segment(), err);
     return rc;
 }
 
@@ -314,6 +315,7 @@ int kv_mover_open(struct kv_mover **out, const struct kv_mover_config *cfg, stru
 {
     struct kv_mover *m = calloc(1, sizeof *m);
     if (!m) return tow_fail(err, TOW_ENOMEM, "no memory for the mover");
+    net_link_setup();
     int rc = configure(m, cfg, err);
     if (rc < 0) goto free_mover;
     tow_list_init(&m->conns);
@@ -340,7 +342,6 @@ int kv_mover_open(struct kv_mover **out, const struct kv_mover_config *cfg, stru
     if (rc < 0) goto free_commands;
     pthread_mutex_init(&m->lock, NULL);
     pthread_cond_init(&m->started_cond, NULL);
-    net_link_setup();
     if (pthread_create(&m->thread, NULL, thread_main, m) != 0) {
         rc = tow_fail(err, TOW_ESYS, "no transfer thread");
         goto free_events;

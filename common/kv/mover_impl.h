@@ -48,11 +48,12 @@ enum conn_state {
     CONN_CLOSING  /* the endpoint is being closed, reads may still report */
 };
 
-/* A part on its way by reads, one piece after the other. */
+/* A part on its way: by reads, one piece after the other, or as a bulk message. */
 struct read {
     struct part *p; /* NULL: free */
-    size_t at;      /* bytes that are here */
+    size_t at;      /* reads: bytes that are here */
     struct tow_hash digest;
+    struct tow_hash_copy bulk;
 };
 
 /* One connection: one attempt. A peer that comes back does so on a new one. */
@@ -79,7 +80,8 @@ struct conn {
     uint32_t mb[3]; /* by kv_move_method; 0: does not work */
     char transports[3][24];
     enum kv_move_method method;
-    bool copies; /* decode: reads are copies out of `mapped` */
+    bool copies;      /* decode: reads are copies out of `mapped` */
+    bool bulk_copies; /* decode: bulk messages come in pieces, which are copied */
     /* frames that wait for conn_flush(), behind the label */
     uint32_t out_bytes;
     bool out_waits; /* nobody is held up by them for a millisecond: since out_ms */
@@ -171,7 +173,7 @@ struct kv_mover {
     /* fixed after open */
     struct kv_mover_config cfg;
     char name[KV_MOVER_NAME_MAX + 1];
-    struct mover_fact facts[MOVER_FACTS_MAX + 2];
+    struct mover_fact facts[MOVER_FACTS_MAX + 3];
     uint32_t n_facts;
     pthread_t thread;
     int wake_fd;

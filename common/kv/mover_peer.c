@@ -577,6 +577,7 @@ static void proof_over(struct conn *c, const char *why)
     }
     c->state = CONN_UP;
     c->copies = c->method == KV_MOVE_GET && c->mapped[KV_AREA_PAGES];
+    c->bulk_copies = strcmp(c->transports[KV_MOVE_BULK], "tcp") == 0;
     m->own.peers_up++;
     if (c->target) {
         c->target->told = TOLD_UP;
@@ -923,9 +924,9 @@ void mover_flush_peers(struct kv_mover *m)
 {
     TOW_LIST_EACH (n, &m->conns) {
         struct conn *c = TOW_CONTAINER(n, struct conn, node);
-        /* Acknowledgements alone wait while there is more to copy: each message may wake the peer,
-         * which has nothing else to do but to give pages back. */
-        bool more = c->copies && !tow_list_empty(&c->ready);
+        /* Acknowledgements alone wait while there is more to move: each message may wake the peer,
+         * or costs it as much as a small page, and all it can do is to give pages back. */
+        bool more = c->copies ? !tow_list_empty(&c->ready) : c->n_reads > 0;
         if (!more || !c->out_waits || c->out_ms != m->now_ms) conn_flush(c);
     }
 }

@@ -5,8 +5,9 @@
  *          thread: XXH3 runs at memory speed, next to the copy itself, and keeps the engine's cores
  *          out of it. Where the sender's memory is mapped into this process (one host), a part is
  *          copied and digested in one pass, MOVER_COPY_BYTES a turn. Else it is read in pieces, and
- *          each is digested as it comes, while the cache has it; MOVER_READS are in flight at a
- *          time. Both are handed out in turn among the tickets of a connection, so a long prompt's
+ *          each is digested as it comes, while the cache has it; the pieces of a message over TCP are
+ *          digested on their way out of UCX's buffers. MOVER_READS are in flight at a time. Both are
+ *          handed out in turn among the tickets of a connection, so a long prompt's
  *          pages never hold up a short one's and a cancelled ticket waits for little.
  *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight;
  *          what comes for it afterwards finds no ticket and is answered with NACK.
@@ -299,14 +300,28 @@ static bool wanted(const struct part *p)
 
 static void on_bulk_here(void *arg, int code)
 {
-    struct part *p = arg;
+    struct read *r = arg;
+    struct part *p = r->p;
     if (p->t->m->stopping) return;
     if (code == 0 && wanted(p)) {
         size_t bytes = bytes_of(p->t->m, index_of(p));
-        flip_if_told(local_of(p), bytes);
-        code = check_digest(p, tow_hash64(local_of(p), bytes));
+        bool flipped = flip_if_told(local_of(p), bytes);
+        bool copied = p->conn->bulk_copies && !flipped;
+        code =
+            check_digest(p, copied ? tow_hash_copy_end(&r->bulk) : tow_hash64(local_of(p), bytes));
     }
+    r->p = NULL;
     part_is_read(p, code);
+}
+
+static int take_bulk(struct read *r)
+{
+    struct part *p = r->p;
+    struct net_bulk *bulk = p->bulk;
+    p->bulk = NULL;
+    if (!p->conn->bulk_copies) return net_bulk_take(bulk, local_of(p), on_bulk_here, r);
+    tow_hash_copy_begin(&r->bulk, local_of(p), bytes_of(p->t->m, index_of(p)), p->t->past_cache);
+    return net_bulk_copy(bulk, &r->bulk, on_bulk_here, r);
 }
 
 static void on_piece(void *arg, int code);
@@ -363,21 +378,13 @@ static void start_read(struct conn *c, struct ticket *t, uint32_t index)
     struct part *p = part_at(t, index);
     int rc;
     p->conn = c;
+    struct read *r = read_slot(c);
     c->n_reads++;
-    if (tow_fault("kv.get")) {
-        rc = TOW_EPEER;
-    } else if (p->bulk) {
-        struct net_bulk *bulk = p->bulk;
-        p->bulk = NULL;
-        rc = net_bulk_take(bulk, local_of(p), on_bulk_here, p);
-    } else {
-        struct read *r = read_slot(c);
-        r->p = p;
-        r->at = 0;
-        rc = read_piece(r);
-        if (rc != 0) r->p = NULL;
-    }
+    r->p = p;
+    r->at = 0;
+    rc = tow_fault("kv.get") ? TOW_EPEER : p->bulk ? take_bulk(r) : read_piece(r);
     if (rc == 0) return;
+    r->p = NULL;
     p->conn = NULL;
     c->n_reads--;
     step(t, KV_XFER_READ, index, 0, rc);

@@ -10,7 +10,8 @@
  *          notice a dead peer: they do notice (keep-alive looks at the process), so their error
  *          handling is switched on (net_link_setup). Keep-alive runs each second instead of 20.
  *          Puts over TCP collapse with size, so nothing here puts: bytes are read (get) or received
- *          as rendezvous messages.
+ *          as rendezvous messages. In peer error mode those come in pieces over TCP, through buffers
+ *          of UCX's; net_bulk_copy() lends it a datatype whose unpacking also digests.
  *
  * Sleeping Transports report through one event descriptor, which may be slept on only after
  *          ucp_worker_arm() said that nothing is pending. Events are dear while bytes move, so with
@@ -68,6 +69,13 @@ enum { AM_MESSAGE = 1, AM_BULK = 2 }; /* active message ids */
 enum { HEAD_BYTES = 16 };             /* before UCX's addresses */
 enum { SPIN_US = 100, EMPTY_MAX = 100, PROGRESS_MAX = 64, FREE_MS = 1000, OPS_KEPT = 1024 };
 
+/* Over TCP a bulk message travels in pieces of this many bytes and a header of 5: two of the largest
+ * packets that the kernel passes on in one go, 45 segments of 1448 bytes each on Ethernet, which
+ * loopback's packets of 64K hold too. UCX's own 64K and header are a little more than one: each piece
+ * would drag a small packet behind it, at the price of a large one. */
+#define SEGMENT       "UCX_TCP_RX_SEG_SIZE"
+#define SEGMENT_BYTES "130315"
+
 /* What UCX reported and nobody was told yet. */
 enum note_kind { NOTE_OP, NOTE_MESSAGE, NOTE_BULK, NOTE_EP_ERROR, NOTE_EP_CLOSED };
 struct note {
@@ -84,7 +92,8 @@ struct op {
     struct tow_list in_link; /* link->ops while in flight, link->free_ops when not */
     net_done_fn fn;          /* NULL for OP_SEND */
     void *arg;
-    void *copy; /* owned: frame or head */
+    void *copy;                 /* owned: frame or head */
+    struct tow_hash_copy *into; /* borrowed: where OP_BULK_IN is copied to; NULL: UCX places it */
     size_t bytes;
     int code;
 };
@@ -137,6 +146,7 @@ struct net_region {
 
 struct net_link {
     ucp_context_h context;
+    ucp_datatype_t copied; /* bytes that unpack() copies */
     ucp_worker_h worker;
     uint8_t *address; /* owned: a head of HEAD_BYTES, UCX's whole address, its network-only one */
     size_t address_bytes;
@@ -183,21 +193,28 @@ static void note_init(struct note *n, enum note_kind kind)
  * before main(); in the environment they would come too late, and be complained of as unused. */
 void net_link_setup(void)
 {
-    static const char *const settings[][2] = {{"UCX_POSIX_ERROR_HANDLING", "y"},
-                                              {"UCX_SYSV_ERROR_HANDLING", "y"},
-                                              {"UCX_KEEPALIVE_INTERVAL", "1s"},
-                                              {"UCX_TCP_SNDBUF", "4M"},
-                                              {"UCX_TCP_RCVBUF", "4M"}};
+    static const char *const settings[][2] = {
+        {"UCX_POSIX_ERROR_HANDLING", "y"}, {"UCX_SYSV_ERROR_HANDLING", "y"},
+        {"UCX_KEEPALIVE_INTERVAL", "1s"},  {"UCX_TCP_SNDBUF", "4M"},
+        {"UCX_TCP_RCVBUF", "4M"},          {SEGMENT, SEGMENT_BYTES}};
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         setenv(settings[i][0], settings[i][1], 0);
     /* With UCX_TLS restricted some of these go unused, which is no reason to complain on stdout. */
     ucs_global_opts_set_value("WARN_UNUSED_ENV_VARS", "n");
 }
 
+const char *net_link_segment(void)
+{
+    const char *set = getenv(SEGMENT);
+    return set ? set : SEGMENT_BYTES;
+}
+
 static ucs_status_t on_am_message(void *arg, const void *header, size_t header_bytes, void *data,
                                   size_t bytes, const ucp_am_recv_param_t *param);
 static ucs_status_t on_am_bulk(void *arg, const void *header, size_t header_bytes, void *data,
                                size_t bytes, const ucp_am_recv_param_t *param);
+
+static int make_datatype(struct net_link *link, struct tow_err *err);
 
 static int set_handler(struct net_link *link, unsigned id, ucp_am_recv_callback_t cb,
                        uint32_t flags)
@@ -345,10 +362,13 @@ int net_link_open(struct net_link **out, const struct net_link_hooks *hooks, str
     ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
     if (ucp_context_query(link->context, &attr) == UCS_OK)
         link->has_cuda = (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
-    if (open_worker(link, err) < 0) goto cleanup;
+    if (make_datatype(link, err) < 0) goto cleanup;
+    if (open_worker(link, err) < 0) goto destroy;
     *out = link;
     return 0;
 
+destroy:
+    ucp_dt_destroy(link->copied);
 cleanup:
     ucp_cleanup(link->context);
 free_link:
@@ -420,6 +440,7 @@ void net_link_free(struct net_link *link)
     TOW_LIST_EACH_SAFE (n, &link->free_ops) free(TOW_CONTAINER(n, struct op, in_link));
     TOW_LIST_EACH_SAFE (n, &link->regions)
         net_region_free(link, TOW_CONTAINER(n, struct net_region, in_link));
+    ucp_dt_destroy(link->copied);
     ucp_cleanup(link->context);
     free(link->address);
     free(link);
@@ -635,7 +656,58 @@ void net_bulk_refuse(struct net_bulk *b)
     bulk_drop(b);
 }
 
-int net_bulk_take(struct net_bulk *b, void *local, net_done_fn on_done, void *arg)
+/* What UCX asks of a datatype. This one only ever comes in; its state is the op. */
+static void *start_unpack(void *context, void *buffer, size_t count)
+{
+    (void)context, (void)count;
+    return buffer;
+}
+
+static void *start_pack(void *context, const void *buffer, size_t count)
+{
+    (void)context, (void)buffer, (void)count;
+    return NULL;
+}
+
+static size_t pack(void *state, size_t offset, void *dst, size_t max)
+{
+    (void)state, (void)offset, (void)dst, (void)max;
+    return 0;
+}
+
+static size_t packed_size(void *state)
+{
+    return ((const struct op *)state)->bytes;
+}
+
+/* A piece that comes before its turn, as it may over several connections, goes straight to its
+ * place. Then into->at stays short of the end, and the digest is made of all that is there. */
+static ucs_status_t unpack(void *state, size_t offset, const void *src, size_t n)
+{
+    struct tow_hash_copy *into = ((const struct op *)state)->into;
+    if (offset > into->n || n > into->n - offset) return UCS_ERR_MESSAGE_TRUNCATED;
+    if (offset == into->at)
+        tow_hash_copy_add(into, src, n);
+    else
+        memcpy(into->dst + offset, src, n);
+    return UCS_OK;
+}
+
+static void finish(void *state)
+{
+    (void)state;
+}
+
+static int make_datatype(struct net_link *link, struct tow_err *err)
+{
+    const ucp_generic_dt_ops_t ops = {start_pack, start_unpack, packed_size, pack, unpack, finish};
+    ucs_status_t s = ucp_dt_create_generic(&ops, NULL, &link->copied);
+    return s == UCS_OK ? 0
+                       : tow_fail(err, TOW_ENOMEM, "ucx: no datatype: %s", ucs_status_string(s));
+}
+
+static int bulk_take(struct net_bulk *b, void *local, struct tow_hash_copy *into,
+                     net_done_fn on_done, void *arg)
 {
     struct net_link *link = b->link;
     struct op *op = op_new(link, OP_BULK_IN, NULL, on_done, arg, b->bytes);
@@ -643,19 +715,37 @@ int net_bulk_take(struct net_bulk *b, void *local, net_done_fn on_done, void *ar
         bulk_drop(b);
         return TOW_ENOMEM;
     }
+    op->into = into;
     if (b->eager) {
-        memcpy(local, b->eager, b->bytes);
+        if (into)
+            tow_hash_copy_add(into, b->eager, b->bytes);
+        else
+            memcpy(local, b->eager, b->bytes);
         op_ended(op, UCS_OK);
     } else {
-        ucp_request_param_t p = {.op_attr_mask =
-                                     UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+        ucp_request_param_t p = {.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK |
+                                                 UCP_OP_ATTR_FIELD_USER_DATA |
+                                                 UCP_OP_ATTR_FIELD_DATATYPE,
                                  .cb.recv_am = on_am_received,
+                                 .datatype = into ? link->copied : ucp_dt_make_contig(1),
                                  .user_data = op};
-        op_started(op, ucp_am_recv_data_nbx(link->worker, b->desc, local, b->bytes, &p));
+        op_started(op, ucp_am_recv_data_nbx(link->worker, b->desc, into ? (void *)op : local,
+                                            b->bytes, &p));
         b->desc = NULL;
     }
     bulk_drop(b);
     return 0;
+}
+
+int net_bulk_take(struct net_bulk *b, void *local, net_done_fn on_done, void *arg)
+{
+    return bulk_take(b, local, NULL, on_done, arg);
+}
+
+int net_bulk_copy(struct net_bulk *b, struct tow_hash_copy *into, net_done_fn on_done, void *arg)
+{
+    tow_assert(into->n == b->bytes);
+    return bulk_take(b, into->dst, into, on_done, arg);
 }
 
 /* --- endpoints -------------------------------------------------------------------------------- */

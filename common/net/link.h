@@ -23,6 +23,7 @@ struct net_ep;     /* a way to one remote worker */
 struct net_rkey;   /* a remote region, readable through one endpoint */
 struct net_bulk;   /* a rendezvous message that waits for a place to go */
 struct tow_err;
+struct tow_hash_copy;
 
 typedef void (*net_done_fn)(void *arg, int code); /* 0 or TOW_E* */
 
@@ -48,6 +49,9 @@ struct net_link_stats {
 /* Environment defaults that UCX has to find. Before other threads start, if that can be; the
  * operator's own UCX_ settings win. */
 void net_link_setup(void);
+/* How long the pieces are that bulk messages travel in over TCP, as the setting says it (static).
+ * UCX trusts it to be the same at both ends. */
+const char *net_link_segment(void);
 int net_link_open(struct net_link **out, const struct net_link_hooks *hooks, struct tow_err *err);
 /* Closes endpoints, waits for what is in flight (at most a second), frees. Callbacks still pending
  * are made with TOW_ECANCEL. NULL is fine. */
@@ -107,6 +111,11 @@ int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, c
                      size_t bytes, net_done_fn on_done, void *arg);
 /* The announced number of bytes goes to local. Each call consumes the bulk, also when it fails. */
 int net_bulk_take(struct net_bulk *bulk, void *local, net_done_fn on_done, void *arg);
+/* The same to where `into`, begun with that number of bytes and borrowed until on_done, puts them:
+ * digested as they pass. For a transport whose bytes come out of buffers of its own, as TCP's do;
+ * one that would place them itself must not. */
+int net_bulk_copy(struct net_bulk *bulk, struct tow_hash_copy *into, net_done_fn on_done,
+                  void *arg);
 void net_bulk_refuse(struct net_bulk *bulk);
 
 #endif
