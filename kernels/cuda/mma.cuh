@@ -43,6 +43,23 @@ static __device__ __forceinline__ void dev_ldmatrix4_trans(uint32_t r[4], const 
                  : "memory");
 }
 
+/* The reverse. */
+static __device__ __forceinline__ void dev_store_matrix4(void *row, const uint32_t r[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(row)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
+static __device__ __forceinline__ void dev_store_matrix4_trans(void *row, const uint32_t r[4])
+{
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                     (uint32_t)__cvta_generic_to_shared(row)),
+                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+}
+
 /* 16 bytes from global to shared memory, both 16-byte aligned; zeros when !there (from is not read,
  * but must be a valid address). Past the first-level cache. */
 static __device__ __forceinline__ void dev_copy16(void *to, const void *from, bool there)

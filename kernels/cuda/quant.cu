@@ -7,18 +7,21 @@
 
 enum { WARPS = 8, SPAN = 128 };
 
-static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, int32_t spans)
+static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, uint32_t spans)
 {
     cudaTriggerProgrammaticLaunchCompletion(); /* a product may begin to read its weights */
     const int lane = threadIdx.x % 32;
-    const int64_t part = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32; /* (t, group, span) */
-    if (part >= (int64_t)q.T * q.groups * spans) return;
-    const int64_t tg = part / spans, t = tg / q.groups, g = tg % q.groups;
-    const int32_t k = (int32_t)(part % spans) * SPAN + 4 * lane;
+    const uint32_t part = blockIdx.x * WARPS + threadIdx.x / 32; /* (t, group, span) */
+    const uint32_t row_of_out = part / spans;
+    const int64_t tg = row_of_out;
+    uint32_t t = row_of_out, g = 0;
+    if (q.groups > 1) t = row_of_out / q.groups, g = row_of_out % q.groups;
+    if (t >= (uint32_t)q.T) return;
+    const int32_t k = (part % spans) * SPAN + 4 * lane;
     const int64_t row = q.rows ? q.rows[t] : t;
     if (row < 0) return;
     float v[4];
-    dev_load4(q.x, q.x_dtype, row * q.ld_x + g * q.K + k, k, q.K, by_fours, v);
+    dev_load4(q.x, q.x_dtype, row * q.ld_x + (int64_t)g * q.K + k, k, q.K, by_fours, v);
     if (q.aq == KERN_AQ_A128) dev_quant4_a128(v);
     if (q.aq == KERN_AQ_NVFP4)
         dev_quant4_nvfp4(v, q.input_scales ? q.input_scales[t] : q.input_scale, q.wide);
@@ -38,31 +41,37 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, int32_t 
 
 /* A warp has BATCH blocks, all loaded before the first is quantized. */
 template <int BATCH>
-static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, int32_t spans)
+static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, uint32_t spans)
 {
     cudaTriggerProgrammaticLaunchCompletion();
-    const int lane = threadIdx.x % 32;
-    const int64_t first = (blockIdx.x * (int64_t)WARPS + threadIdx.x / 32) * BATCH;
-    const int64_t all = (int64_t)q.T * q.groups * spans; /* (t, group, span) */
+    const uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * BATCH;
+    const uint32_t row = first / spans; /* of (t, group) */
+    uint32_t span = first % spans, t = row, g = 0;
+    if (q.groups > 1) t = row / q.groups, g = row % q.groups;
     float v[BATCH][4];
+    float *to[BATCH]; /* where its scale goes; NULL: there is no such block */
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-        const int64_t tg = (first + i) / spans, t = tg / q.groups, g = tg % q.groups;
-        const int32_t k = (int32_t)((first + i) % spans) * SPAN + 4 * lane;
-        if (first + i >= all) break;
-        const int64_t row = q.rows ? q.rows[t] : t;
-        if (row >= 0) dev_load4(q.x, q.x_dtype, row * q.ld_x + g * q.K + k, k, q.K, by_fours, v[i]);
+        to[i] = NULL;
+        if (t < (uint32_t)q.T) {
+            const int32_t from = q.rows ? q.rows[t] : (int32_t)t, k = span * SPAN + 4 * lane;
+            if (from >= 0) {
+                to[i] = q.scales + (int64_t)(g * spans + span) * q.ld_scales + t;
+                dev_load4(q.x, q.x_dtype, from * q.ld_x + (int64_t)g * q.K + k, k, q.K, by_fours,
+                          v[i]);
+            }
+        }
+        if (++span < spans) continue;
+        span = 0;
+        if (++g == (uint32_t)q.groups) g = 0, t++;
     }
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
-        const int64_t tg = (first + i) / spans, t = tg / q.groups, g = tg % q.groups;
-        const int32_t span = (int32_t)((first + i) % spans);
-        if (first + i >= all) break;
-        if (q.rows && q.rows[t] < 0) continue;
+        if (!to[i]) continue;
         float scale;
         const uint32_t word = dev_codes4_a128(v[i], &scale);
-        ((uint32_t *)q.codes)[(first + i) * (SPAN / 4) + lane] = word;
-        if (lane == 0) q.scales[(g * spans + span) * q.ld_scales + t] = scale;
+        ((uint32_t *)q.codes)[(int64_t)(first + i) * (SPAN / 4) + lane] = word;
+        if (lane == 0) *to[i] = scale;
     }
 }
 
@@ -70,8 +79,9 @@ void cuda_quant_codes(struct kern_stream *s, const struct cuda_codes *q)
 {
     if (q->T == 0) return;
     const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
-    const int32_t spans = (int32_t)cuda_ceil(q->K, SPAN);
-    const int64_t all = (int64_t)q->T * q->groups * spans;
+    const uint32_t spans = (uint32_t)cuda_ceil(q->K, SPAN);
+    const int64_t all =
+        (int64_t)q->T * q->groups * spans; /* their codes fit memory, so it fits a word */
     if (all > (int64_t)64 * WARPS * s->n_sm)
         codes_kernel<4>
             <<<(unsigned)cuda_ceil(all, 4 * WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
@@ -84,7 +94,7 @@ void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q)
 {
     if (q->T == 0) return;
     const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
-    const int32_t spans = (int32_t)cuda_ceil(q->Kp, SPAN);
+    const uint32_t spans = (uint32_t)cuda_ceil(q->Kp, SPAN);
     const int64_t warps = (int64_t)q->T * q->groups * spans;
     quant_kernel<<<(unsigned)cuda_ceil(warps, WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
 }

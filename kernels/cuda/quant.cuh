@@ -96,9 +96,13 @@ template <int LANES> static __device__ __forceinline__ float dev_amax4(const flo
 {
     float m = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
     m = fmaxf(m, 0.0f);
+    if constexpr (LANES == 32) { /* numbers that are not negative are in the order of their bits */
+        return kern_float(__reduce_max_sync(0xffffffffu, kern_bits(m)));
+    } else {
 #pragma unroll
-    for (int d = 1; d < LANES; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-    return m;
+        for (int d = 1; d < LANES; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+        return m;
+    }
 }
 
 /* A word of four codes, in the order of placed weights. */

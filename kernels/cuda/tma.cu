@@ -23,15 +23,27 @@ static encode_fn driver_encode(void)
     return fn;
 }
 
-bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
-                   int rows)
+static bool describe(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
+                     int rows, int bytes, CUtensorMapSwizzle swizzle)
 {
     const encode_fn encode = driver_encode();
     const cuuint64_t dims[2] = {(cuuint64_t)width, (cuuint64_t)n_rows};
     const cuuint64_t strides[1] = {(cuuint64_t)ld};
-    const cuuint32_t box[2] = {TILE_BYTES, (cuuint32_t)rows}, steps[2] = {1, 1};
-    return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void *)base, dims, strides, box,
-                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+    const cuuint32_t box[2] = {(cuuint32_t)bytes, (cuuint32_t)rows}, steps[2] = {1, 1};
+    return encode &&
+           encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void *)base, dims, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                  CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
+                   int rows)
+{
+    return describe(map, base, n_rows, width, ld, rows, TILE_BYTES, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width,
+                        int64_t ld, int rows)
+{
+    return describe(map, base, n_rows, width, ld, rows, TILE_BYTES / 2, CU_TENSOR_MAP_SWIZZLE_NONE);
 }

@@ -21,6 +21,9 @@ enum { TILE_BYTES = 128 /* of a row */ };
  * driver refuses. */
 bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
                    int rows);
+/* The same in tiles of 64 bytes a row, one row after the other, nothing swizzled. */
+bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width,
+                        int64_t ld, int rows);
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -56,8 +59,14 @@ static __device__ __forceinline__ uint32_t dev_shared_of(const void *p, int rank
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(dev_shared(p)), "r"(rank));
     return at;
 }
-/* What this thread wrote to that block before is seen by those that wait there. */
+/* Says that this thread has read there. */
 static __device__ __forceinline__ void bar_arrive_at(uint64_t *bar, int rank)
+{
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(dev_shared_of(bar, rank))
+                 : "memory");
+}
+/* Says that it (and its warp, after __syncwarp()) has written there: for bar_wait_cluster(). A fence. */
+static __device__ __forceinline__ void bar_arrive_written(uint64_t *bar, int rank)
 {
     asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
                      dev_shared_of(bar, rank))
@@ -70,7 +79,6 @@ static __device__ __forceinline__ void bar_wait(uint64_t *bar, int parity)
                  "r"(parity)
                  : "memory");
 }
-/* For arrivals from other blocks of the cluster. */
 static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parity)
 {
     asm volatile("{ .reg .pred p; wait: "
@@ -79,11 +87,18 @@ static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parit
                  "r"(parity)
                  : "memory");
 }
-
-static __device__ __forceinline__ void tile_prefetch(const CUtensorMap *map)
+/* To shared memory of a block of the cluster, an address by dev_shared_of(). */
+static __device__ __forceinline__ void remote_store(uint32_t to, float v)
 {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
 }
+static __device__ __forceinline__ void remote_store(uint32_t to, const float v[4])
+{
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]),
+                 "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
 /* The tile from byte `at` of row `row` on. */
 static __device__ __forceinline__ void tile_load(void *to, const CUtensorMap *map, uint64_t *bar,
                                                  int32_t at, int32_t row)
@@ -118,12 +133,19 @@ static __device__ __forceinline__ int cluster_rank(void)
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return (int)r;
 }
-/* All threads of all blocks of the cluster. */
+/* All threads of all blocks of the cluster: have come to one place, and may go on from another. */
+static __device__ __forceinline__ void cluster_come(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void cluster_go(void)
+{
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 static __device__ __forceinline__ void cluster_meet(void)
 {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
+    cluster_come();
+    cluster_go();
 }
 
 #endif /* sm_90a */

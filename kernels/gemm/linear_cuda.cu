@@ -95,6 +95,44 @@ static int linear_plain(struct kern_stream *s, const struct kern_linear *p)
     return cuda_done(s, "linear");
 }
 
+/* Products by wgmma, of either kind. */
+static int linear_wgmma(struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
+{
+    const int32_t Kx = cuda_code_width(p->K);
+    const bool codes = cuda_codes_fits(s, p->w.fmt, c);
+    const size_t bytes = (size_t)p->T * p->groups * (size_t)Kx * (codes ? 1 : 2);
+    c->Kx = Kx;
+    c->ld_scales = cuda_ceil(p->T, CUDA_CODES_T) * CUDA_CODES_T;
+    const size_t scale_bytes = codes ? (size_t)c->ld_scales * p->groups * (Kx / BLOCK_K) * 4 : 0;
+    uint8_t *rows = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, bytes + scale_bytes);
+    if (!rows) return cuda_done(s, "linear");
+    if (codes) {
+        float *scales = (float *)(rows + bytes);
+        const struct cuda_codes q = {p->x, p->x_dtype, p->ld_x, p->T,   p->groups,
+                                     p->K, NULL,       rows,    scales, c->ld_scales};
+        cuda_quant_codes(s, &q);
+        c->codes = rows;
+        c->x_scales = scales;
+    } else {
+        const struct cuda_quant q = {
+            p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
+            NULL, NULL,       rows,    Kx,   false,     true};
+        cuda_quant_rows(s, &q);
+        c->x = (const uint16_t *)rows;
+    }
+    const bool described = cuda_narrow_fits(s, p->w.fmt, c) ? cuda_product_narrow(s, p->w.fmt, c)
+                           : codes                          ? cuda_product_codes(s, c)
+                                                            : cuda_product_wide(s, c);
+    const int rc = cuda_done(s, "linear");
+    return described ? rc : TOW_EDEVICE;
+}
+
+/* Fewer are faster by few_cuda.cu. */
+static bool enough_tiles(const struct kern_stream *s, const struct cuda_product *p)
+{
+    return cuda_ceil(p->N, 128) * cuda_ceil(p->T, 64) * p->groups * 2 > s->n_sm;
+}
+
 extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
 {
     if (p->T == 0) return 0;
@@ -128,26 +166,26 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
     const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
                      p->ld_x < (int64_t)1 << 30;
+    c.codes = NULL, c.own = false;
+    if (cuda_codes_fits(s, w->fmt, &c) ||
+        (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
+         (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c))))
+        return linear_wgmma(s, p, &c);
     /* Rows that can be read as they are need no copy in shared memory. */
     c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !fit) && p->T <= 8 &&
             (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
-    const bool wide = cuda_wide_products && cuda_wide_fits(s, w->fmt, &c);
-    c.after_quant = !c.own && (p->aq != KERN_AQ_NONE || !fit || wide);
+    c.after_quant = !c.own && (p->aq != KERN_AQ_NONE || !fit);
     if (c.after_quant) {
         const int32_t Kp = cuda_row_width(p->K);
         void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
         if (!rows) return cuda_done(s, "linear");
         const struct cuda_quant q = {p->x, p->x_dtype, p->ld_x,        p->T, p->groups,
                                      p->K, p->aq,      w->input_scale, NULL, NULL,
-                                     rows, Kp,         false,          wide};
+                                     rows, Kp,         false,          false};
         cuda_quant_rows(s, &q);
         c.x = (const uint16_t *)rows;
         c.ld_x = (int64_t)p->groups * Kp;
         c.x_group = c.Kx = Kp;
-    }
-    if (wide) {
-        cuda_product_wide(s, &c);
-        return cuda_done(s, "linear");
     }
     if (cuda_few_fits(s, w->fmt, &c))
         cuda_product_few(s, w->fmt, &c);

@@ -32,7 +32,13 @@ struct cuda_product {
     bool own, by_fours;
     enum kern_act_quant aq; /* none or A128 */
     bool after_quant;       /* the launch before this one quantizes x */
+    /* Products of codes: x instead, [T, groups, Kx] e4m3, and its scales [groups * Kx / 128, ld_scales]
+     * (cuda_codes of quant.cuh); Kx whole blocks of 128, ld_scales of CUDA_CODES_T. */
+    const uint8_t *codes;
+    const float *x_scales;
+    int64_t ld_scales;
 };
+enum { CUDA_CODES_T = 256, CUDA_FEW_T = 8 /* rows up to which few_cuda.cu is as fast as wgmma */ };
 
 enum {
     /* Of an x that each block of threads quantizes: one warp has 4 spans. */
@@ -42,9 +48,21 @@ enum {
 bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
-/* fp8 on sm_90a, for more rows than 32; x has k in the order of slots, and Kx whole groups of 64. */
+
+/* By wgmma, on sm_90a. Kx is whole blocks of 128 k, x is tight and aligned, and with k in the order of
+ * slots. False: the driver refused to describe the operands.
+ * Products of codes (x as codes, cuda_fp8_products): a block of 128 k is four instructions of 32 k, ascending,
+ * from zero; then sum = fmaf(block, weight's scale * row's scale, sum), blocks ascending. Which operand is
+ * on the M side makes no difference to the bits. NaN codes are NaN to the matrix unit itself. */
+bool cuda_codes_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
+/* Up to 128 rows, and more where there are few weight rows. */
+bool cuda_narrow_fits(const struct kern_stream *s, enum kern_wfmt fmt,
+                      const struct cuda_product *p);
+bool cuda_product_narrow(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
+/* fp8 weights with any number of rows. */
 bool cuda_wide_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
-void cuda_product_wide(struct kern_stream *s, const struct cuda_product *p);
+bool cuda_product_wide(struct kern_stream *s, const struct cuda_product *p);
+bool cuda_product_codes(struct kern_stream *s, const struct cuda_product *p);
 
 enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };
 

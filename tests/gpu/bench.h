@@ -34,6 +34,7 @@ enum { BENCH_SKIPPED = 77, BENCH_ROUNDS = 5 };
 #define BENCH_L2_BYTES (64.0 * (1 << 20))
 /* What its matrix unit does in bf16 under load: the ceiling of floors by FLOPs. */
 #define BENCH_BF16_FLOPS 780e12
+#define BENCH_FP8_FLOPS  1500e12
 
 struct bench {
     struct kern_dev *dev;

@@ -1,6 +1,6 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time against the
- * bytes of weights and rows, or the FLOPs at what the matrix unit reaches (TOW_BENCH_TFLOPS; else what
- * bench.h says of an H200). */
+ * bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16 TOW_BENCH_TFLOPS; else
+ * what bench.h says of an H200). fp8: products by codes; early: they begin while rows are quantized. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
@@ -128,13 +128,16 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
         char shape[64], name[64];
         snprintf(shape, sizeof shape, "%d x [%d, %d]%s", T, c->N, c->K,
                  c->groups > 1 ? " x 8" : "");
-        const bool wide = c->fmt == KERN_W_FP8 && T >= 64;
-        const bool early = c->aq != KERN_AQ_NONE && T <= 32;
-        for (int way = 0; way <= (wide || early); way++) {
-            snprintf(name, sizeof name, "%s%s", c->name, !way ? "" : wide ? " wgmma" : " early");
+        const bool fp8 = c->fmt == KERN_W_FP8, codes = fp8 && c->aq == KERN_AQ_A128;
+        static const char *const ways[] = {"", " mma", " fp8", " fp8 early"};
+        for (int way = 0; way < 4; way++) {
+            snprintf(name, sizeof name, "%s%s", c->name, ways[way]);
+            if (way == 1 && ((!fp8 && c->fmt != KERN_W_BF16) || T <= 8)) continue;
+            if (way >= 2 && (!codes || !kern_dev_fp8_products(b->dev, true))) break;
+            if (way == 3 && T > 128) break;
 #ifdef TOW_CUDA
-            cuda_wide_products = way && wide;
-            cuda_early_products = way && early;
+            cuda_wide_products = way != 1;
+            cuda_early_products = way == 3;
 #endif
             bench_run(
                 b, &(struct bench_case){.name = name,
@@ -143,9 +146,14 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
                                         .ctx = &ctx,
                                         .bytes = wb + T * (k * 2 + width * kern_dtype_bytes(c->y)),
                                         .flops = 2.0 * T * width * c->K,
-                                        .flops_second = tflops * 1e12,
+                                        .flops_second = way >= 2 ? BENCH_FP8_FLOPS : tflops * 1e12,
                                         .goal = T <= 128 ? c->decode : c->prefill});
         }
+        kern_dev_fp8_products(b->dev, false);
+#ifdef TOW_CUDA
+        cuda_wide_products = 1;
+        cuda_early_products = 0;
+#endif
         bench_free_all(b);
     }
     for (int i = 0; i < ctx.turns; i++) kern_dev_unplace(b->dev, placed[i].data);
@@ -162,6 +170,7 @@ int main(int argc, char **argv)
     if (rc) return rc;
     printf("FLOPs by bf16 at %.0f TFLOP/s\n", tflops);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-        if (bench_wants(&b, shapes[i].name)) bench_shape(&b, &shapes[i], tflops);
+        if (bench_wants(&b, shapes[i].name) || strstr(b.only, shapes[i].name))
+            bench_shape(&b, &shapes[i], tflops);
     return bench_close(&b);
 }

@@ -1,6 +1,7 @@
 /* tests/gpu/gemm_test.c - linear on the device at the shapes of V4-Flash and at odd ones: sampled outputs
  * against double, rows against the CPU's, and rows computed alone or in pieces against the same rows
- * computed all at once, bit by bit. Offsets beyond 2^31. */
+ * computed all at once, bit by bit. Offsets beyond 2^31. Both kinds of products of fp8 weights, and one
+ * against the other. */
 #include "common/base/err.h"
 #include "kernels/cuda/table.h"
 #include "kernels/dev.h"
@@ -36,6 +37,11 @@ static const struct shape shapes[] = {
     {"compressor", KERN_W_BF16, KERN_S_NONE, KERN_AQ_NONE, 2500, 1024, 4096, 1, false},
     {"index weights", KERN_W_BF16, KERN_S_NONE, KERN_AQ_NONE, 300, 64, 4096, 1, false},
     {"gate", KERN_W_F32, KERN_S_NONE, KERN_AQ_NONE, 300, 256, 4096, 1, false},
+    {"index wq_b", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 1030, 8192, 1024, 1, false},
+    {"groups", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 310, 384, 640, 3, false},
+    {"ragged groups", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 140, 130, 512, 2, false},
+    {"e4m3 scales", KERN_W_FP8, KERN_S_E4M3, KERN_AQ_A128, 530, 333, 1000, 1, false},
+    {"no scales", KERN_W_FP8, KERN_S_NONE, KERN_AQ_A128, 270, 5000, 100, 1, false},
     {"mxfp4", KERN_W_MXFP4, KERN_S_UE8M0, KERN_AQ_A128, 200, 512, 2048, 1, false},
     {"nvfp4", KERN_W_NVFP4, KERN_S_E4M3, KERN_AQ_NVFP4, 200, 512, 2048, 1, false},
     {"tall K", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 140, 80, 20000, 1, false},
@@ -45,6 +51,20 @@ static const struct shape shapes[] = {
     {"odd mxfp4", KERN_W_MXFP4, KERN_S_UE8M0, KERN_AQ_NONE, 150, 131, 1056, 2, false},
     {"odd nvfp4", KERN_W_NVFP4, KERN_S_E4M3, KERN_AQ_A128, 150, 131, 1040, 1, false},
 };
+
+/* fp8 products keep some 13 bits of the largest product of a block of 128 k: an error of 2^-14.3 of the sum
+ * of magnitudes S (rms), 2^-10.3 at worst (kernels/cuda/wgmma.cuh). Blocks' errors add up to at most
+ * 2^-10.3 of all summands; that is the bound of one output. In the norm of a row of outputs: the error of
+ * a block is 2^-14.3 S, S = 128 m for products of mean magnitude m, and outputs of B blocks are about
+ * sqrt(128 B) r for products of root mean square r >= m; so sqrt(B) 2^-14.3 128 m / (sqrt(128 B) r) <=
+ * 2^-14.3 sqrt(128) = 5.6e-4 if errors of blocks are independent. Twice that is the bound. */
+static const double fp8_output = 0x1p-10, fp8_norm = 1.2e-3;
+/* The bits do not depend on how rows are put together; two kinds have two. */
+static bool fp8_kind(const struct shape *c)
+{
+    return c->fmt == KERN_W_FP8 && c->sfmt != KERN_S_F32 && c->aq == KERN_AQ_A128 &&
+           (c->groups == 1 || c->N % 128 == 0);
+}
 
 static uint64_t seed = 1;
 static uint32_t next(void)
@@ -107,11 +127,14 @@ static double weight_at(const struct kern_weight *w, int64_t n, int64_t k)
     switch (w->fmt) {
     case KERN_W_F32: return (double)((const float *)d)[k];
     case KERN_W_BF16: return (double)kern_bf16_decode(((const uint16_t *)d)[k]);
-    case KERN_W_FP8:
-        s += n / 128 * w->scale_row_bytes;
-        return (double)kern_e4m3_decode(d[k]) * (double)(w->sfmt == KERN_S_F32
-                                                             ? ((const float *)s)[k / 128]
-                                                             : kern_ue8m0_decode(s[k / 128]));
+    case KERN_W_FP8: {
+        const double v = (double)kern_e4m3_decode(d[k]);
+        if (w->sfmt == KERN_S_NONE) return v;
+        s += n / 128 * w->scale_row_bytes + k / 128 * (w->sfmt == KERN_S_F32 ? 4 : 1);
+        return v * (double)(w->sfmt == KERN_S_F32    ? *(const float *)s
+                            : w->sfmt == KERN_S_E4M3 ? kern_e4m3_decode(*s)
+                                                     : kern_ue8m0_decode(*s));
+    }
     case KERN_W_MXFP4:
         return (double)kern_e2m1_decode(kern_nibble(d, k)) *
                (double)kern_ue8m0_decode(s[n * w->scale_row_bytes + k / 32]);
@@ -152,7 +175,7 @@ static void run(const struct setup *u, int32_t t0, int32_t T, void *y, int64_t l
 }
 
 /* Sampled outputs of all rows against double. */
-static double against_double(const struct setup *u, const float *y, int64_t width)
+static double against_double(const struct setup *u, const float *y, int64_t width, double bound)
 {
     const struct shape *c = u->c;
     double worst = 0;
@@ -170,7 +193,7 @@ static double against_double(const struct setup *u, const float *y, int64_t widt
             sum += m, mag += fabs(m);
         }
         double e = fabs((double)y[t * width + o] - sum) / (mag + 1e-30);
-        if (!(e <= 3e-6))
+        if (!(e <= bound))
             fail_msg("%s: row %d, output %d: %.9g, in double %.9g (summands %.9g)", c->name, t, o,
                      (double)y[t * width + o], sum, mag);
         if (e > worst) worst = e;
@@ -180,7 +203,7 @@ static double against_double(const struct setup *u, const float *y, int64_t widt
 }
 
 /* Whole rows against the CPU's: relative in the norm. */
-static double against_cpu(const struct setup *u, const float *y, int64_t width)
+static double against_cpu(const struct setup *u, const float *y, int64_t width, double bound)
 {
     const struct shape *c = u->c;
     float *z = get((size_t)(CPU_ROWS * width) * 4);
@@ -207,16 +230,15 @@ static double against_cpu(const struct setup *u, const float *y, int64_t width)
             diff += d * d, norm += (double)z[o] * (double)z[o];
         }
         double e = sqrt(diff / (norm + 1e-300));
-        if (!(e < 5e-6)) fail_msg("%s: row %d is %.3g away from the CPU's", c->name, t, e);
+        if (!(e < bound)) fail_msg("%s: row %d is %.3g away from the CPU's", c->name, t, e);
         if (e > worst) worst = e;
     }
     free(z);
     return worst;
 }
 
-static void test_shape(void **state)
+static void check_shape(const struct shape *c, bool fp8)
 {
-    const struct shape *c = *state;
     const int64_t width = (int64_t)c->groups * c->N;
     struct setup u = {.c = c, .ld = (int64_t)c->groups * c->K};
     u.w = u.placed = random_weight(c);
@@ -236,10 +258,12 @@ static void test_shape(void **state)
     kern_stream_write(s, y_dev, y, bytes);
     run(&u, 0, c->T, y_dev, width, KERN_F32);
     assert_int_equal(kern_stream_read(s, all, y_dev, bytes), 0);
-    double e = against_double(&u, all, width), ec = against_cpu(&u, all, width);
+    double e = against_double(&u, all, width, fp8 ? fp8_output : 3e-6),
+           ec = against_cpu(&u, all, width, fp8 ? fp8_norm : 5e-6);
 
     /* The same rows in pieces of these lengths, from everywhere. */
-    static const int32_t pieces[] = {1, 2, 3, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512};
+    static const int32_t pieces[] = {1,  2,  3,  7,   8,   9,   16,  17,  32, 33,
+                                     64, 65, 98, 128, 129, 256, 257, 300, 512};
     int n_bad = 0;
     for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++) {
         const int32_t T = pieces[i];
@@ -283,13 +307,30 @@ static void test_shape(void **state)
                              (long long)o, h[t * ld + o], want);
             }
     }
-    print_message("%-14s %d x [%d, %d] x %d: %.2g of the summands from double, %.2g from the CPU\n",
-                  c->name, c->T, c->N, c->K, c->groups, e, ec);
+    print_message(
+        "%-14s%s %d x [%d, %d] x %d: %.2g of the summands from double, %.2g from the CPU\n",
+        c->name, fp8 ? " fp8" : "", c->T, c->N, c->K, c->groups, e, ec);
     free(h), free(all), free(y), free(u.x), free((void *)(uintptr_t)u.w.data);
     free((void *)(uintptr_t)u.w.scale);
     kern_dev_free(gpu, u.x_dev), kern_dev_free(gpu, y_dev);
     kern_dev_unplace(gpu, u.placed.data);
     assert_int_equal(n_bad, 0);
+}
+static void test_shape(void **state)
+{
+    check_shape(*state, false);
+}
+static void test_shape_fp8(void **state)
+{
+    assert_true(kern_dev_fp8_products(gpu, true));
+    check_shape(*state, true);
+    kern_dev_fp8_products(gpu, false);
+}
+static int fp8_off(void **state)
+{
+    (void)state;
+    kern_dev_fp8_products(gpu, false);
+    return 0;
 }
 
 #ifdef TOW_CUDA
@@ -389,13 +430,16 @@ static void test_linear__offsets_beyond_2_31_are_right(void **state)
 /* Every code of every 4-bit and 8-bit format, subnormal ones included, by products with one: exact. */
 static void test_linear__every_code_has_its_value(void **state)
 {
-    static const struct shape cs[] = {
+    enum { N_FORMS = 4, FP8_KIND = 3 };
+    static const struct shape cs[N_FORMS] = {
         {"fp8 codes", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_NONE, 40, 256, 128, 1, false},
         {"mxfp4 codes", KERN_W_MXFP4, KERN_S_UE8M0, KERN_AQ_NONE, 40, 256, 128, 1, false},
-        {"nvfp4 codes", KERN_W_NVFP4, KERN_S_E4M3, KERN_AQ_NONE, 40, 256, 128, 1, false}};
+        {"nvfp4 codes", KERN_W_NVFP4, KERN_S_E4M3, KERN_AQ_NONE, 40, 256, 128, 1, false},
+        {"fp8 kind", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 40, 256, 128, 1, false}};
     (void)state;
-    for (int f = 0; f < 3; f++) {
+    for (int f = 0; f < N_FORMS; f++) {
         const struct shape *c = &cs[f];
+        if (f == FP8_KIND && !kern_dev_fp8_products(gpu, true)) continue;
         struct setup u = {.c = c, .ld = c->K};
         u.w = random_weight(c);
         for (int32_t n = 0; n < 256; n++)
@@ -436,22 +480,30 @@ static void test_linear__every_code_has_its_value(void **state)
         kern_dev_free(gpu, u.x_dev), kern_dev_free(gpu, y_dev),
             kern_dev_unplace(gpu, u.placed.data);
         free(x), free(y), free((void *)(uintptr_t)u.w.data), free((void *)(uintptr_t)u.w.scale);
+        kern_dev_fp8_products(gpu, false);
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, "cuda:0", 0, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     enum { N_SHAPES = sizeof shapes / sizeof *shapes };
-    struct CMUnitTest tests[2 * N_SHAPES + 2] = {
+    struct CMUnitTest tests[3 * N_SHAPES + 2] = {
         cmocka_unit_test(test_linear__every_code_has_its_value),
         cmocka_unit_test(test_linear__offsets_beyond_2_31_are_right)};
     int n = 2;
     for (int i = 0; i < N_SHAPES; i++)
         tests[n++] = (struct CMUnitTest){shapes[i].name, test_shape, NULL, NULL,
                                          (void *)(uintptr_t)&shapes[i]};
+    static char names[N_SHAPES][32];
+    for (int i = 0; i < N_SHAPES; i++) {
+        if (!fp8_kind(&shapes[i]) || !kern_dev_fp8_products(gpu, false)) continue;
+        snprintf(names[i], sizeof names[i], "%s fp8", shapes[i].name);
+        tests[n++] = (struct CMUnitTest){names[i], test_shape_fp8, NULL, fp8_off,
+                                         (void *)(uintptr_t)&shapes[i]};
+    }
 #ifdef TOW_CUDA
     for (int i = 0; i < N_SHAPES; i++) {
         if (shapes[i].fmt != KERN_W_FP8) continue;
@@ -460,6 +512,7 @@ int main(void)
                                          (void *)(uintptr_t)&shapes[i]};
     }
 #endif
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = _cmocka_run_group_tests("gpu/gemm", tests, (size_t)n, NULL, NULL);
     kern_dev_close(gpu);
     kern_dev_close(cpu);
