@@ -77,7 +77,7 @@ static const char settings_of_all[] =
     " drain-timeout dump expert-activations fault force greedy handover host-tier http"
     " index-capture index-keys index-topk join join-token-file json kv-dtype kv-pages lease"
     " log-format log-level max-batch max-body-bytes max-connections max-pending-tokens max-queued"
-    " max-queued-tokens max-tokens max-wait memory-fraction model name numerics out"
+    " max-queued-tokens max-tokens max-wait memory-fraction model name numerics out products"
     " queue-timeout record-dir record-max-bytes record-max-requests record-mode report"
     " reserve-tokens served-model-name sse-keepalive stats status step-limit"
     " system temperature thinking threads timeout tokens url"

@@ -302,6 +302,11 @@ int model_open(struct model **out, const char *dir, const struct model_options *
     if (rc < 0) goto fail;
     rc = kern_dev_open(&m->dev, opt->device, opt->n_threads, err);
     if (rc < 0) goto fail;
+    if (!kern_dev_fp8_products(m->dev, opt->fp8_products) && opt->fp8_products) {
+        rc = tow_fail(err, TOW_ECONFIG, "products fp8: device %s (%s) has none; bf16 is everywhere",
+                      opt->device, kern_dev_isa(m->dev));
+        goto fail;
+    }
     m->ops = kern_dev_ops(m->dev);
     if (opt->wrap_ops) m->ops = opt->wrap_ops(m->ops);
     m->stream = kern_dev_stream(m->dev);

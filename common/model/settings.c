@@ -3,8 +3,9 @@
 
 #include "common/base/err.h"
 
-enum { EXACT = 0 };
+enum { EXACT = 0, FP8_PRODUCTS = 1 };
 const char *const model_numerics_names[] = {"exact", "deployed", NULL};
+const char *const model_products_names[] = {"bf16", "fp8", NULL};
 const char *const model_kv_names[] = {
     [KERN_KV_FP8] = "fp8", [KERN_KV_BF16] = "bf16", [KERN_KV_F32] = "f32", NULL};
 const char *const model_ik_names[] = {[KERN_IK_FP4] = "fp4",
@@ -22,6 +23,10 @@ int model_settings_check(const struct model_settings *s, const struct tow_opts *
         return tow_fail(
             err, TOW_ECONFIG,
             "--index-keys f32: only with --numerics exact; deployed takes fp4, fp8 or bf16");
+    if (s->numerics == EXACT && s->products == FP8_PRODUCTS)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--products fp8: only with --numerics deployed; exact "
+                        "quantizes no activations");
     if (s->numerics != EXACT) return 0;
     if (tow_opts_source(opts, "kv-dtype") != TOW_FROM_DEFAULT && s->kv_dtype != KERN_KV_F32)
         return tow_fail(err, TOW_ECONFIG, "--kv-dtype %s: --numerics exact keeps f32",
@@ -39,6 +44,7 @@ void model_settings_take(const struct model_settings *s, struct model_options *o
     out->exact = s->numerics == EXACT;
     out->kv_fmt = out->exact ? KERN_KV_F32 : (enum kern_kv_fmt)s->kv_dtype;
     out->ik_fmt = out->exact ? KERN_IK_F32 : (enum kern_ik_fmt)s->index_keys;
+    out->fp8_products = s->products == FP8_PRODUCTS;
     out->expert_aq = expert_aq[s->expert_activations];
     out->index_topk = (int32_t)s->index_topk;
 }

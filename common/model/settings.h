@@ -15,15 +15,17 @@
 struct tow_err;
 
 struct model_settings {
-    const char *device;                                     /* borrowed from the tow_opts */
-    int64_t threads, index_topk;                            /* 0: all cores; the checkpoint's */
-    int kv_dtype, index_keys, expert_activations, numerics; /* indices into the names below */
+    const char *device;          /* borrowed from the tow_opts */
+    int64_t threads, index_topk; /* 0: all cores; the checkpoint's */
+    /* Indices into the names below. */
+    int kv_dtype, index_keys, expert_activations, numerics, products;
 };
 
 /* NULL-terminated. kv and index keys are in the order of enum kern_kv_fmt and kern_ik_fmt. */
 extern const char *const model_kv_names[], *const model_ik_names[];
 extern const char *const model_expert_activations_names[];
 extern const char *const model_numerics_names[];
+extern const char *const model_products_names[];
 
 #define MODEL_OPT_DEVICE(to)                                                                       \
     {                                                                                              \
@@ -63,6 +65,13 @@ extern const char *const model_numerics_names[];
          .def = "w4a8",                                                                            \
          .choices = model_expert_activations_names,                                                \
          .help = "how NVFP4 experts take their activations"},                                      \
+        {.name = "products",                                                                       \
+         .type = TOW_OPT_ENUM,                                                                     \
+         .out = &(s)->products,                                                                    \
+         .def = "bf16",                                                                            \
+         .choices = model_products_names,                                                          \
+         .help = "what fp8 activations are multiplied as; fp8, on CUDA sm_90: faster prefill, "    \
+                 "sums of 13 bits"},                                                               \
     {                                                                                              \
         .name = "numerics", .type = TOW_OPT_ENUM, .out = &(s)->numerics, .def = "deployed",        \
         .choices = model_numerics_names,                                                           \

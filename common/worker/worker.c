@@ -29,7 +29,7 @@
 
 extern char **environ;
 
-enum { N_COMMON = 22, MAX_OPTIONS = 40 };
+enum { N_COMMON = 23, MAX_OPTIONS = 40 };
 enum {
     MAX_PEERS = 64,
     MAX_ROUTERS = 16,
@@ -329,6 +329,7 @@ static void collect_facts(struct work *w)
     fact(w, WIRE_FACT_NUMERICS, "numerics.index_topk", "%d", o->index_topk);
     fact(w, WIRE_FACT_NUMERICS, "numerics.expert_activations", "%s",
          model_expert_activations_names[w->set.engine.expert_activations]);
+    fact(w, WIRE_FACT_FREE, "free.products", "%s", model_products_names[w->set.engine.products]);
     fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.engine.device);
     fact(w, WIRE_FACT_FREE, "free.isa", "%s", kern_dev_isa(model_peek_dev(w->model)));
     fact(w, WIRE_FACT_FREE, "free.threads", "%d", kern_dev_threads(model_peek_dev(w->model)));
@@ -974,7 +975,7 @@ static const char *const fault_places[] = {
     "*",          "ctl.frame",     "engine.memory", "engine.probe", "engine.step", "kv.get",
     "kv.offer",   "kv.put",        "link.flip",     "link.jam",     "link.map",    "link.ping",
     "mover.send", "mover.connect", "mover.drop",    "mover.offer",  "mover.touch", "mover.expect",
-    "mover.stop", "worker.thread", "mover.cancel",  "mover.relink",  "text.jit"};
+    "mover.stop", "worker.thread", "mover.cancel",  "mover.relink", "text.jit"};
 
 static bool is_fault_place(const char *name)
 {
@@ -1037,8 +1038,14 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
             w->set.engine.device);
     struct kern_dev *dev = NULL; /* a device that cannot be is told before a checkpoint is read */
     if ((rc = kern_dev_open(&dev, w->set.engine.device, 1, err)) < 0) return rc;
+    struct model_options mo = {0};
+    model_settings_take(&w->set.engine, &mo);
+    if (mo.fp8_products && !kern_dev_fp8_products(dev, true))
+        rc = tow_fail(err, TOW_ECONFIG,
+                      "--products fp8: device %s (%s) has none; bf16 is everywhere",
+                      w->set.engine.device, kern_dev_isa(dev));
     kern_dev_close(dev);
-    return w->role->plan(w, err);
+    return rc < 0 ? rc : w->role->plan(w, err);
 }
 
 /* --check-config: what start_all() would refuse, as far as it shows without weights, transport and network. Memory in use

@@ -590,6 +590,14 @@ static void note_mixture(struct run *r)
                  "the record names no workers: the defaults of a worker are assumed");
         return;
     }
+    const struct text_record_worker *const ran[] = {last, last_worker(r, true)};
+    for (size_t i = 0; i < 2 && !*note; i++) {
+        const char *products = ran[i] ? text_record_fact(ran[i], "free.products") : NULL;
+        if (products && strcmp(products, "bf16") != 0)
+            snprintf(note, sizeof r->out->note,
+                     "%s ran with --products %s: the replay has bf16's sums, which are closer",
+                     ran[i]->name, products);
+    }
     for (uint32_t i = 0; i + 1 < c->n_attempts && !*note; i++) {
         const struct text_record_worker *w = &r->e->record->workers[c->attempts[i].decode];
         for (size_t k = 0; k < sizeof fields / sizeof *fields && !*note; k++) {

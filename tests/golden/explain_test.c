@@ -26,10 +26,11 @@ static const char *facts[][2] = {{"layout.kv_dtype", "fp8"},
                                  {"layout.index_keys", "fp4"},
                                  {"numerics.mode", "deployed"},
                                  {"numerics.index_topk", "16"},
-                                 {"numerics.expert_activations", "w4a8"}};
+                                 {"numerics.expert_activations", "w4a8"},
+                                 {"free.products", "bf16"}};
 static struct text_record_worker workers[2] = {
-    {.name = "p", .role = "prefill", .chunk_tokens = CHUNK, .facts = facts, .n_facts = 5},
-    {.name = "d", .role = "decode", .facts = facts, .n_facts = 5}};
+    {.name = "p", .role = "prefill", .chunk_tokens = CHUNK, .facts = facts, .n_facts = 6},
+    {.name = "d", .role = "decode", .facts = facts, .n_facts = 6}};
 static struct text_record_attempt attempts[2] = {{0, 0, 1}, {0, 0, 1}};
 static struct text_record_ids prompts[1] = {{prompt, N_PROMPT}};
 static struct text_record_choice choice = {.seed = 11,
@@ -443,6 +444,21 @@ static void test_explain__what_lies_behind_the_steps_compared_is_told(void **sta
     prompts[0].n = N_PROMPT;
 }
 
+static void test_explain__other_products_are_told(void **state)
+{
+    struct ctl_explain e = settings();
+    struct ctl_explain_report r;
+    (void)state;
+    e.only = "again";
+    run(&e, &r);
+    assert_string_equal(r.note, "");
+    facts[5][1] = "fp8";
+    run(&e, &r);
+    assert_string_equal(r.note,
+                        "d ran with --products fp8: the replay has bf16's sums, which are closer");
+    facts[5][1] = "bf16";
+}
+
 static void test_explain__what_cannot_be_replayed_is_refused(void **state)
 {
     struct ctl_explain e = settings();
@@ -487,6 +503,7 @@ int main(void)
         cmocka_unit_test(test_explain__a_token_that_is_not_the_models_is_found),
         cmocka_unit_test(test_explain__an_end_is_a_token),
         cmocka_unit_test(test_explain__what_lies_behind_the_steps_compared_is_told),
+        cmocka_unit_test(test_explain__other_products_are_told),
         cmocka_unit_test(test_explain__what_cannot_be_replayed_is_refused),
     };
     return cmocka_run_group_tests(tests, make_record, NULL);

@@ -255,12 +255,30 @@ static void test_model_forward__draws_are_those_of_its_logits(void **state)
     teardown(&w);
 }
 
+static void test_model_forward__fp8_products_are_refused_where_there_are_none(void **state)
+{
+    (void)state;
+    struct model *m = NULL;
+    struct tow_err err;
+    const struct model_options o = {.device = "cpu",
+                                    .n_threads = 1,
+                                    .kv_fmt = KERN_KV_FP8,
+                                    .ik_fmt = KERN_IK_FP4,
+                                    .max_rows = ROWS,
+                                    .fp8_products = true};
+    assert_int_equal(model_open(&m, "tests/golden/data/exact-bf16/checkpoint", &o, &err),
+                     TOW_ECONFIG);
+    assert_non_null(strstr(err.msg, "products fp8: device cpu ("));
+    assert_null(m);
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_model_forward__page_ids_must_lie_in_the_pool),
         cmocka_unit_test(test_model_forward__layers_must_be_a_part_of_the_stack),
         cmocka_unit_test(test_model_forward__rows_must_be_in_order_and_within_the_scratch),
+        cmocka_unit_test(test_model_forward__fp8_products_are_refused_where_there_are_none),
         cmocka_unit_test(test_model_forward__draws_are_those_of_its_logits),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

@@ -35,6 +35,7 @@ static void test_model_settings__defaults_are_the_formats_of_training(void **sta
     assert_int_equal(o.kv_fmt, KERN_KV_FP8);
     assert_int_equal(o.ik_fmt, KERN_IK_FP4);
     assert_int_equal(o.expert_aq, KERN_AQ_A128);
+    assert_false(o.fp8_products);
     assert_int_equal(o.index_topk, 0);
     assert_int_equal(o.n_threads, 0);
     assert_int_equal(o.max_rows, 7);
@@ -62,6 +63,9 @@ static void test_model_settings__each_name_means_its_format(void **state)
     }
     assert_string_equal(model_kv_names[KERN_KV_BF16], "bf16");
     assert_string_equal(model_ik_names[KERN_IK_FP8], "fp8");
+    const char *const fp8[] = {"--products=fp8"};
+    assert_int_equal(take(fp8, 1, &o, &err), 0);
+    assert_true(o.fp8_products);
     const char *const w4a16[] = {"--expert-activations=w4a16"};
     assert_int_equal(take(w4a16, 1, &o, &err), 0);
     assert_int_equal(o.expert_aq, KERN_AQ_NONE);
@@ -86,6 +90,10 @@ static void test_model_settings__exact_means_f32_and_contradicts_other_types(voi
     const char *const keys[] = {"--numerics=exact", "--index-keys=fp4"};
     assert_int_equal(take(keys, 2, &o, &err), TOW_ECONFIG);
     assert_string_equal(err.msg, "--index-keys fp4: --numerics exact keeps f32");
+    const char *const codes[] = {"--numerics=exact", "--products=fp8"};
+    assert_int_equal(take(codes, 2, &o, &err), TOW_ECONFIG);
+    assert_string_equal(
+        err.msg, "--products fp8: only with --numerics deployed; exact quantizes no activations");
 }
 
 int main(void)
