@@ -9,8 +9,10 @@
  *          larger number is the better token. Each thread remembers the best of its values: the best
  *          of all is the best of those, and once it is taken the owner's warp looks for its owner's
  *          next. So some dozens come off in falling order at half a microsecond each.
- * Cuts     Where they need more than POPS tokens, the last one kept is found from its highest three
- *          bits down: a pass counts, or adds the masses of, what agrees with the bits known so far.
+ * Cuts     To find the last token kept, a pass adds counts and masses by buckets, equal parts of the
+ *          distance to the largest logit; the tokens of the bucket where the cut falls are then sorted.
+ *          Where they are too many (rows of few values), the token is found from its highest three bits
+ *          down instead: a pass adds what agrees with the bits known so far.
  */
 #include "kernels/cuda/cuda.cuh"
 
@@ -22,18 +24,30 @@ enum {
     THREADS = 1024,
     WARPS = THREADS / 32,
     POPS = 64,
-    DIGITS = 8, /* values of three bits */
-    EACH = 4,   /* neighbours that a thread reads at once */
-    LOADS = 4,  /* such reads under way where nothing but their order matters */
+    BUCKETS = 2 * THREADS,
+    LIST = 2 * THREADS, /* most tokens that are sorted */
+    DIGITS = 8,         /* values of three bits */
+    EACH = 4,           /* neighbours that a thread reads at once */
+    LOADS = 4,          /* such reads under way where nothing but their order matters */
 };
 
+/* Sums by bucket. A mass has two halves, as shared memory adds 32 bits at once. */
+struct buckets {
+    uint32_t low[BUCKETS], high[BUCKETS], count[BUCKETS];
+};
 struct shared {
+    union {
+        struct buckets buckets;
+        uint64_t list[LIST];
+    };
     uint64_t best[WARPS]; /* of each warp's values, less those popped */
     uint64_t sum[WARPS];
     uint64_t digit[WARPS][DIGITS];
     uint64_t popped[POPS], mass[POPS];
     uint64_t top[KERN_SAMPLE_TOP];
-    int32_t id;
+    uint64_t found, need;
+    uint32_t n;
+    int32_t id, bucket;
 };
 
 /* A row of the block. */
@@ -85,6 +99,30 @@ static __device__ uint64_t block_sum(uint64_t v, struct shared *sh)
     return warp_sum(sh->sum[threadIdx.x % 32]);
 }
 
+static __device__ uint64_t block_largest(uint64_t v, struct shared *sh)
+{
+    v = warp_largest(v);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) sh->sum[threadIdx.x / 32] = v;
+    __syncthreads();
+    return warp_largest(sh->sum[threadIdx.x % 32]);
+}
+/* Sum over the threads before this one. */
+static __device__ uint64_t block_before(uint64_t v, struct shared *sh)
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint64_t upto = v;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const uint64_t o = __shfl_up_sync(~0u, upto, d);
+        if (lane >= d) upto += o;
+    }
+    __syncthreads();
+    if (lane == 31) sh->sum[warp] = upto;
+    __syncthreads();
+    return upto - v + warp_sum(lane < warp ? sh->sum[lane] : 0);
+}
+
 /* Logits i .. i + 3, i a multiple of four; 0 behind the end. */
 static __device__ __forceinline__ void load(struct row r, int32_t i, float x[EACH])
 {
@@ -128,12 +166,15 @@ template <int N, typename F> static __device__ __forceinline__ void each(struct 
 /* Each thread finds the best of its own; whether there is NaN in the row. */
 static __device__ bool begin(struct row r, uint64_t *mine, struct shared *sh)
 {
-    uint64_t best = 0;
+    const int32_t first = threadIdx.x * EACH;
+    float most = -INFINITY;
+    int32_t id = first; /* ids rise: the first of equals stays */
     bool nan = false;
     each<LOADS>(r, [&](int32_t i, float x) {
         nan |= x != x;
-        best = larger(best, token_of(x, i));
+        if (x > most) most = x, id = i;
     });
+    uint64_t best = first < r.V ? token_of(most, id) : 0;
     *mine = best;
     best = warp_largest(best);
     if (threadIdx.x % 32 == 0) sh->best[threadIdx.x / 32] = best;
@@ -175,28 +216,31 @@ static __device__ uint64_t pop(struct row r, uint64_t *mine, struct shared *sh)
 
 /* What decides the mass of a token. */
 struct scale {
-    float max;
+    float max, none; /* below none there is no mass */
     double inv_t;
 };
+static __device__ __forceinline__ struct scale scale_of(float max, float temperature)
+{
+    /* e^-28.42 is half a unit; rounding of the difference is far below the rest. */
+    const double none = (double)max - 28.6 * (double)temperature;
+    return {max, __double2float_rd(none), 1.0 / (double)temperature};
+}
 static __device__ __forceinline__ uint64_t mass_of(struct scale s, float x)
 {
-    return kern_mass(x, s.max, s.inv_t);
+    return x < s.none ? 0 : kern_mass(x, s.max, s.inv_t);
 }
 
-/* Of tokens from border on. */
-static __device__ uint64_t mass_from(struct row r, struct scale s, uint64_t border,
-                                     struct shared *sh)
+static __device__ uint64_t mass_of_all(struct row r, struct scale s, struct shared *sh)
 {
     uint64_t sum = 0;
-    each<1>(r, [&](int32_t i, float x) {
-        if (token_of(x, i) >= border) sum += mass_of(s, x);
-    });
+    each<1>(r, [&](int32_t i, float x) { sum += mass_of(s, x); });
     return block_sum(sum, sh);
 }
 
-/* The token at which, in falling order, the count, or the mass, reaches need; that of all must. */
+/* reaches(), whatever the row. */
 template <bool BY_MASS>
-static __device__ uint64_t reaches(struct row r, struct scale s, uint64_t need, struct shared *sh)
+static __device__ uint64_t reaches_by_digits(struct row r, struct scale s, uint64_t need,
+                                             struct shared *sh)
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int id_bits = 32 - __clz((r.V - 1) | 1), id_digits = (id_bits + 2) / 3 * 3;
@@ -238,6 +282,97 @@ static __device__ uint64_t reaches(struct row r, struct scale s, uint64_t need, 
         }
     }
     return known;
+}
+
+static __device__ __forceinline__ void add_to(struct buckets *b, int k, uint64_t mass)
+{
+    const uint32_t low = (uint32_t)mass;
+    uint32_t high = (uint32_t)(mass >> 32);
+    if (low && atomicAdd(&b->low[k], low) > ~low) high++;
+    if (high) atomicAdd(&b->high[k], high);
+}
+
+/* Falling. */
+static __device__ void sort(struct shared *sh, int n)
+{
+    int padded = 2;
+    while (padded < n) padded *= 2;
+    for (int i = n + threadIdx.x; i < padded; i += THREADS) sh->list[i] = 0;
+    __syncthreads();
+    for (int k = 2; k <= padded; k *= 2)
+        for (int j = k / 2; j > 0; j /= 2) {
+            const int t = threadIdx.x, a = 2 * t - (t & (j - 1)), b = a + j;
+            if (t < padded / 2) {
+                const uint64_t x = sh->list[a], y = sh->list[b];
+                if ((x < y) == ((a & k) == 0)) sh->list[a] = y, sh->list[b] = x;
+            }
+            __syncthreads();
+        }
+}
+
+/* The token at which, in falling order from the largest, the count reaches need, which that of all does;
+ * or the mass its share p of those from border on. */
+template <bool BY_MASS>
+static __device__ uint64_t reaches(struct row r, struct scale s, uint64_t border, uint64_t need,
+                                   float p, uint64_t mine, struct shared *sh)
+{
+    const int t = threadIdx.x;
+    /* Each thread has a token from `low` on, so most cuts fall within some times that distance. */
+    const float low = logit_of(~block_largest(mine ? ~mine : 0, sh));
+    const float range = fminf(BY_MASS ? s.max - s.none : INFINITY, 4.0f * (s.max - low));
+    const float per = range > 0.0f && range <= 3e38f ? BUCKETS / range : 0.0f;
+    /* Lower for no larger logit. */
+    const auto bucket_of = [&](float x) {
+        const float d = (s.max - x) * per;
+        return d < (float)(BUCKETS - 1) ? (int)d : BUCKETS - 1;
+    };
+
+    for (int i = t; i < BUCKETS; i += THREADS)
+        sh->buckets.low[i] = sh->buckets.high[i] = sh->buckets.count[i] = 0;
+    if (t == 0) sh->n = 0;
+    __syncthreads();
+    each<BY_MASS ? 1 : LOADS>(r, [&](int32_t i, float x) {
+        if (token_of(x, i) < border) return;
+        const uint64_t mass = BY_MASS ? mass_of(s, x) : 0;
+        if (BY_MASS && mass == 0) return;
+        const int k = bucket_of(x);
+        if (BY_MASS) add_to(&sh->buckets, k, mass);
+        atomicAdd(&sh->buckets.count[k], 1u);
+    });
+    __syncthreads();
+    const auto sum_of = [&](int k) -> uint64_t {
+        return BY_MASS ? (uint64_t)sh->buckets.high[k] << 32 | sh->buckets.low[k]
+                       : sh->buckets.count[k];
+    };
+    const uint64_t first = sum_of(2 * t), both = first + sum_of(2 * t + 1);
+    if (BY_MASS) need = kern_share(p, block_sum(both, sh));
+    const uint64_t before = block_before(both, sh);
+    if (before < need && need <= before + both) {
+        const bool second = need > before + first;
+        sh->bucket = 2 * t + second;
+        sh->need = need - before - (second ? first : 0);
+    }
+    __syncthreads();
+    const int bucket = sh->bucket, n = (int)sh->buckets.count[bucket];
+    if (n > LIST) return reaches_by_digits<BY_MASS>(r, s, need, sh);
+    need = sh->need;
+    __syncthreads(); /* the list takes the place of the buckets */
+    each<LOADS>(r, [&](int32_t i, float x) {
+        if (bucket_of(x) != bucket || token_of(x, i) < border) return;
+        if (BY_MASS && mass_of(s, x) == 0) return;
+        sh->list[atomicAdd(&sh->n, 1u)] = token_of(x, i);
+    });
+    __syncthreads();
+    sort(sh, n);
+    const auto worth = [&](int i) -> uint64_t {
+        if (i >= n) return 0;
+        return BY_MASS ? mass_of(s, logit_of(sh->list[i])) : 1;
+    };
+    const uint64_t one = worth(2 * t), two = one + worth(2 * t + 1);
+    const uint64_t at = block_before(two, sh);
+    if (at < need && need <= at + two) sh->found = sh->list[2 * t + (need > at + one)];
+    __syncthreads();
+    return sh->found;
 }
 
 /* By u among the first n popped. */
@@ -283,17 +418,7 @@ static __device__ int32_t draw_from(struct row r, struct scale s, double u, uint
                   to = end_of(from + own < (w + 1) * part ? from + own : (w + 1) * part);
     uint64_t here = 0;
     for (int32_t i = from; i < to; i++) here += mass(i, r.x[i]);
-    uint64_t upto = here; /* of the threads of the warp up to this one */
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const uint64_t v = __shfl_up_sync(~0u, upto, d);
-        if (lane >= d) upto += v;
-    }
-    __syncthreads(); /* sum[] was read */
-    if (lane == 31) sh->sum[warp] = upto;
-    __syncthreads();
-    uint64_t at = upto - here;
-    for (int k = 0; k < warp; k++) at += sh->sum[k];
+    uint64_t at = block_before(here, sh);
     if (place >= at && place - at < here) {
         for (int32_t i = from; i < to; i++) {
             const uint64_t m = mass(i, r.x[i]);
@@ -311,29 +436,26 @@ static __device__ int32_t draw_from(struct row r, struct scale s, double u, uint
 static __device__ int32_t draw(struct row r, const struct kern_sample_row *p, float max,
                                uint64_t *mine, struct shared *sh)
 {
-    const struct scale s = {max, 1.0 / (double)p->temperature};
+    const struct scale s = scale_of(max, p->temperature);
     const int32_t limit = p->top_k > 0 && p->top_k < r.V ? p->top_k : r.V;
     const uint64_t least = kern_share(p->min_p, KERN_MASS_ONE);
     const bool by_share = p->top_p < 1.0f;
-    uint64_t border = 0, need = ~UINT64_C(0), sum = 0; /* need: where pops end */
-    if (limit == r.V && !by_share) return draw_from(r, s, p->u, 0, least, sh);
-    if (limit > POPS) {
-        if (limit < r.V) border = reaches<false>(r, s, (uint64_t)limit, sh);
-        if (!by_share) return draw_from(r, s, p->u, border, least, sh);
-        need = kern_share(p->top_p, mass_from(r, s, border, sh));
+    if (limit > POPS || limit == r.V) {
+        uint64_t border = 0;
+        if (limit < r.V) border = reaches<false>(r, s, 0, (uint64_t)limit, 0, *mine, sh);
+        if (by_share) border = reaches<true>(r, s, border, 0, p->top_p, *mine, sh);
+        return draw_from(r, s, p->u, border, least, sh);
     }
+    uint64_t sum = 0;
     int n = 0;
-    for (; n < limit && n < POPS && sum < need; n++) {
-        const uint64_t token = pop(r, mine, sh);
-        const uint64_t mass = mass_of(s, logit_of(token));
+    for (; n < limit; n++) {
+        const uint64_t token = pop(r, mine, sh), mass = mass_of(s, logit_of(token));
         if (threadIdx.x == 0) sh->popped[n] = token, sh->mass[n] = mass;
         sum += mass;
     }
-    if (limit > POPS && sum < need)
-        return draw_from(r, s, p->u, reaches<true>(r, s, need, sh), least, sh);
-    if (limit <= POPS && by_share) {
+    if (by_share) {
         __syncthreads(); /* what was popped is there */
-        need = kern_share(p->top_p, sum);
+        const uint64_t need = kern_share(p->top_p, sum);
         for (sum = 0, n = 0; sum < need; n++) sum += sh->mass[n];
     }
     return draw_popped(p->u, n, least, sh);
@@ -380,7 +502,7 @@ static __global__ void __launch_bounds__(THREADS) sample_kernel(struct kern_samp
     double ln = 0;
     if (!nan && raw_max > -INFINITY) {
         if (row.n_logprobs >= 0) {
-            ln = kern_ln_mass(mass_from(r, {raw_max, 1.0}, 0, &sh));
+            ln = kern_ln_mass(mass_of_all(r, scale_of(raw_max, 1.0f), &sh));
             n_top = min(min(row.n_logprobs, (int)KERN_SAMPLE_TOP), p.V);
             for (int k = 0; k < n_top; k++) {
                 const uint64_t token = pop(r, &mine, &sh);

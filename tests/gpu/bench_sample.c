@@ -51,7 +51,7 @@ int main(int argc, char **argv)
         struct kern_sample_row row;
     } forms[] = {{"greedy", {.top_p = 1, .n_logprobs = -1}},
                  {"temperature", {.temperature = 1, .top_p = 1, .n_logprobs = -1}},
-                 {"top_p .95", {.temperature = 0.6f, .top_p = 0.95f, .n_logprobs = -1}},
+                 {"top_p .95", {.temperature = 0.3f, .top_p = 0.95f, .n_logprobs = -1}},
                  {"top_k 40", {.temperature = 1, .top_p = 1, .top_k = 40, .n_logprobs = -1}},
                  {"top_p .9 flat", {.temperature = 3, .top_p = 0.9f, .n_logprobs = -1}},
                  {"top_k 1000", {.temperature = 1, .top_p = 1, .top_k = 1000, .n_logprobs = -1}},
@@ -95,15 +95,17 @@ int main(int argc, char **argv)
                                                .ctx = &c,
                                                .bytes = 4.0 * batches[k] * V});
         }
-    for (int k = 0; k < 3; k++) {
-        struct reading r = {&b, to, x, (size_t)batches[k] * V * sizeof *to};
+    for (int k = 0; k < 6; k++) {
+        const bool all = k >= 3;
+        const size_t bytes = (size_t)batches[k % 3] * (all ? V * sizeof *to : sizeof *choices);
+        struct reading r = {&b, to, all ? (void *)x : choices, bytes};
         char shape[32];
-        snprintf(shape, sizeof shape, "%d x %d", batches[k], V);
+        snprintf(shape, sizeof shape, "%d %s", batches[k % 3], all ? "x 129280" : "choices");
         bench_run(&b, &(struct bench_case){.name = "read to the host",
                                            .shape = shape,
                                            .call = read_all,
                                            .ctx = &r,
-                                           .bytes = 4.0 * batches[k] * V});
+                                           .bytes = (double)bytes});
     }
     free(edits), free(rows), free(to);
     return bench_close(&b);
