@@ -23,6 +23,7 @@ extern "C" {
 
 enum {
     STAGING_BYTES = 8 << 20, /* a pass writes kilobytes; pages that arrive fill it and wait */
+    READ_BYTES = 1 << 20,    /* most that a read copies twice */
     ALIGN = 256              /* what cudaMalloc gives, and kernels' widest vectors want */
 };
 
@@ -57,6 +58,7 @@ struct cuda_own {
     const struct kern_seq *seqs; /* host array announced, or NULL */
     uint8_t *staging;            /* pinned, owned */
     size_t staged;
+    uint8_t *reading;      /* pinned, owned [READ_BYTES] */
     struct placed *placed; /* owned [n_placed] */
     size_t n_placed, room_placed;
     struct graph graphs[MAX_GRAPHS];
@@ -322,12 +324,19 @@ static int write_in(struct kern_stream *s, void *dst, const void *src, size_t by
     return o->rc;
 }
 
+/* What a step reads back is little and comes through pinned memory. Much is left to the driver, whose
+ * own staging of memory that is not pinned was quicker than two pieces in turn here. */
 static int read_out(struct kern_stream *s, void *dst, const void *src, size_t bytes)
 {
-    if (bytes &&
-        checked(s, "read", cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, s->cu)) < 0)
-        return s->own->rc;
-    return sync_stream(s);
+    struct cuda_own *o = s->own;
+    const bool little = bytes <= READ_BYTES;
+    if (bytes && checked(s, "read",
+                         cudaMemcpyAsync(little ? o->reading : dst, src, bytes,
+                                         cudaMemcpyDeviceToHost, s->cu)) < 0)
+        return o->rc;
+    const int rc = sync_stream(s);
+    if (rc == 0 && little) memcpy(dst, o->reading, bytes);
+    return rc;
 }
 
 static int copy_within(struct kern_stream *s, void *dst, const void *src, size_t bytes)
@@ -495,6 +504,7 @@ static void close_dev(struct kern_dev *dev)
     for (size_t i = 0; i < o->n_placed; i++) cudaFree(o->placed[i].mem);
     free(o->placed);
     cudaFreeHost(o->staging);
+    cudaFreeHost(o->reading);
     if (dev->stream.cu) cudaStreamDestroy(dev->stream.cu);
     free(dev);
 }
@@ -577,6 +587,7 @@ static int open_on(struct kern_dev *dev, struct tow_err *err)
     snprintf(dev->isa, sizeof dev->isa, "sm_%d%d", prop.major, prop.minor);
     e = cudaStreamCreateWithFlags(&s->cu, cudaStreamNonBlocking);
     if (e == cudaSuccess) e = cudaMallocHost((void **)&dev->own.staging, STAGING_BYTES);
+    if (e == cudaSuccess) e = cudaMallocHost((void **)&dev->own.reading, READ_BYTES);
     if (e != cudaSuccess)
         return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", dev->number, cudaGetErrorString(e));
     return 0;
