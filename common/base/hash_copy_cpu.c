@@ -1,4 +1,5 @@
-/* base/hash_copy_cpu.c - a copy and its XXH3 digest in one pass; compiled once per instruction set.
+/* base/hash_copy_cpu.c - a copy and its XXH3 digest in one pass, or the digest alone; compiled once
+ * per instruction set.
  *
  * How      Each vector is loaded once, stored, and digested from its register. So the digest is of
  *          what was stored, whatever another process does to the source meanwhile, and the bytes
@@ -9,6 +10,8 @@
  *          last 1 to 64 bytes are no stripe: the end digests the last 64 instead.
  *          A source may come in runs. A stripe that one run begins and the next one ends is digested
  *          from where it was copied to.
+ *          The same loop without the copy is a quarter faster than the library's, which adds the
+ *          data to their neighbour's lane stripe by stripe.
  *          Without vectors the library digests the copy piece by piece, from the first cache.
  */
 #define XXH_INLINE_ALL
@@ -22,6 +25,7 @@
 #include <immintrin.h>
 
 enum { STRIPE = 64, BLOCK = 1024, GROUP = 4, LANES = 8, SECRET = 192 };
+enum { READ_AHEAD = 1024 }; /* bytes: what a digest alone will need is fetched */
 enum { AHEAD = 512 }; /* bytes: where the copy will go is fetched for writing, worth 7 % at 64K */
 /* Where in the secret: each stripe of a block 8 further, then these. */
 enum { SECRET_SCRAMBLE = SECRET - STRIPE, SECRET_LAST = SECRET - STRIPE - 7, SECRET_MERGE = 11 };
@@ -62,7 +66,7 @@ typedef __m256i vec;
 
 enum { PER_STRIPE = STRIPE / sizeof(vec) };
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 8")
+#define UNROLL _Pragma("GCC unroll 16")
 
 /* The lanes so far, without `plain`: the data themselves are added to their neighbour's lane, which
  * can wait until the lanes are needed. */
@@ -205,6 +209,32 @@ INLINE uint64_t copy(uint8_t *dst, const uint8_t *src, size_t n, bool past_cache
     begin(&l);
     add_run(&l, dst, 0, src, n, n, past_cache);
     return end(&l, dst, n);
+}
+
+/* As add_run() does it, but all at once and without the copy. */
+uint64_t VARIANT(tow_hash64)(const void *p, size_t n)
+{
+    struct lanes l;
+    const uint8_t *src = p;
+    begin(&l);
+    for (; n - (size_t)(src - (const uint8_t *)p) > BLOCK; src += BLOCK) {
+        UNROLL
+        for (int i = 0; i < BLOCK / STRIPE; i++) {
+            vec data[PER_STRIPE];
+            __asm__ volatile("prefetcht0 %0" : : "m"(src[READ_AHEAD + i * STRIPE]));
+            UNROLL
+            for (int k = 0; k < PER_STRIPE; k++) data[k] = load(src + i * STRIPE + k * sizeof(vec));
+            digest(&l, data, XXH3_kSecret + i * 8);
+        }
+        scramble(&l);
+    }
+    const uint8_t *secret = XXH3_kSecret;
+    for (; n - (size_t)(src - (const uint8_t *)p) > STRIPE; src += STRIPE, secret += 8) {
+        vec data[PER_STRIPE];
+        for (int k = 0; k < PER_STRIPE; k++) data[k] = load(src + k * sizeof(vec));
+        digest(&l, data, secret);
+    }
+    return end(&l, p, n);
 }
 
 uint64_t VARIANT(tow_hash_copy)(void *dst, const void *src, size_t n, bool past_cache)

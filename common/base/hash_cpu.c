@@ -14,11 +14,6 @@
 #define VARIANT(name) name##_plain
 #endif
 
-uint64_t VARIANT(tow_hash64)(const void *p, size_t n)
-{
-    return XXH3_64bits(p, n);
-}
-
 uint64_t VARIANT(tow_hash64_seed)(const void *p, size_t n, uint64_t seed)
 {
     return XXH3_64bits_withSeed(p, n, seed);
@@ -31,7 +26,12 @@ void VARIANT(tow_hash_add)(struct tow_hash *h, const void *p, size_t n)
     XXH3_64bits_update((XXH3_state_t *)(void *)h, p, n);
 }
 
-#if !defined(__AVX2__)
+#if !defined(__AVX2__) /* with vectors: hash_copy_cpu.c */
+uint64_t tow_hash64_plain(const void *p, size_t n)
+{
+    return XXH3_64bits(p, n);
+}
+
 void tow_hash_begin(struct tow_hash *h)
 {
     XXH3_64bits_reset((XXH3_state_t *)(void *)h);
