@@ -103,15 +103,19 @@ void mover_run_commands(struct kv_mover *m)
     }
 }
 
+/* The first that may go on; one that waits for its receiver holds up no other ticket. */
 static bool run_offers(struct kv_mover *m)
 {
-    if (tow_list_empty(&m->offers)) return false;
-    struct command *c = TOW_CONTAINER(m->offers.next, struct command, node);
-    if (ship_offer_some(m, c)) {
-        tow_list_remove(&c->node);
-        free(c);
+    TOW_LIST_EACH (n, &m->offers) {
+        struct command *c = TOW_CONTAINER(n, struct command, node);
+        if (ship_offer_waits(m, c)) continue;
+        if (ship_offer_some(m, c)) {
+            tow_list_remove(&c->node);
+            free(c);
+        }
+        return true;
     }
-    return true;
+    return false;
 }
 
 static void publish(struct kv_mover *m, const struct net_link_stats *ls)

@@ -26,6 +26,9 @@ enum {
     /* Bytes of one read: those in flight fit into a core's cache, where the digest then finds
      * them. */
     MOVER_READ_BYTES = 128 << 10,
+    /* Messages of a ticket that wait at a receiver or are on their way. More of them would only get
+     * between those whose bytes are moving. */
+    MOVER_PUSHES = 32,
     MOVER_OFFER_BYTES = 256 << 10, /* digested for offers in one turn of the loop */
     MOVER_COPY_BYTES = 4 << 20,    /* copied in one turn and connection, or one part if larger */
     /* Pages of a ticket in all from which copies go past the caches: they would not stay in the
@@ -233,6 +236,7 @@ void mover_free_peers(struct kv_mover *m);
 
 /* mover_ship.c */
 void ship_send(struct kv_mover *m, const struct command *cmd);
+bool ship_offer_waits(struct kv_mover *m, const struct command *cmd);
 bool ship_offer_some(struct kv_mover *m, struct command *cmd); /* true: all of it is done */
 void ship_expect(struct kv_mover *m, const struct command *cmd);
 void ship_step(struct kv_mover *m, struct kv_ticket id, enum kv_xfer_event_kind kind, int code);

@@ -564,12 +564,24 @@ void ship_send(struct kv_mover *m, const struct command *cmd)
                         cmd->lease_ms ? cmd->lease_ms : m->cfg.lease_ms, m->now_ms);
 }
 
+static bool pushes_enough(const struct ticket *t)
+{
+    return t->x.pushing && t->x.n_busy >= MOVER_PUSHES;
+}
+
+bool ship_offer_waits(struct kv_mover *m, const struct command *cmd)
+{
+    struct ticket *t = find(m, cmd->ticket);
+    return t && t->x.state == KV_XFER_OPEN && pushes_enough(t);
+}
+
 bool ship_offer_some(struct kv_mover *m, struct command *cmd)
 {
     const struct kv_offer *parts = (const struct kv_offer *)(const void *)cmd->payload;
     for (size_t hashed = 0; cmd->at < cmd->n && hashed < MOVER_OFFER_BYTES; cmd->at++) {
         struct ticket *t = find(m, cmd->ticket); /* each step may end it */
         if (!t || !t->x.sender || t->x.state != KV_XFER_OPEN) return true;
+        if (pushes_enough(t)) break;
         const struct kv_offer *o = &parts[cmd->at];
         bool tail = o->index == KV_PART_TAIL;
         if (tail || o->index < t->x.n_pages) {
