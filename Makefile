@@ -208,7 +208,7 @@ $(B)/test/kernels/parity_test $(B)/test/gpu/parity_test: $(B)/obj/tests/kernels/
 HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c))
 tests-build: $(TEST_BINS) $(HELPER_BINS)
 unit-test kernels-test golden-test fault-test gpu-test: %-test: all
-	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/% $(if $(filter gpu,$*),$(B)/test/golden/% $(B)/test/unit/model_forward_test),$(TEST_BINS))
+	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/% $(if $(filter gpu,$*),$(B)/test/golden/% $(B)/test/kernels/%_golden_test $(B)/test/unit/model_forward_test),$(TEST_BINS))
 	@sh tests/run.sh $(B) $*
 cluster-test: all $(HELPER_BINS)
 	@sh tests/run.sh $(B) cluster

@@ -49,7 +49,7 @@ for kind; do
     # The whole model's goldens on the device, and three processes on it.
     if [ "$kind" = gpu ]; then
         one gpu/cluster timeout 600 sh tests/gpu/cluster.sh "$B"
-        for t in golden/eval golden/block golden/smoke unit/model_forward; do
+        for t in kernels/unit_golden kernels/trace_golden golden/block golden/rank golden/eval golden/smoke unit/model_forward; do
             [ -e "$B/test/${t}_test" ] || continue
             one "${t}_test on cuda:0" env TOW_TEST_DEVICE=cuda:0 timeout 900 "$B/test/${t}_test"
         done

@@ -56,12 +56,11 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
 
     for (int32_t layer = 0; layer < s->n_layers; layer++) {
         uint32_t n_pages = (uint32_t)kern_kv_pages_for(T, l->page_tokens);
-        uint8_t *pages = aligned_alloc(4096, (size_t)n_pages * (size_t)l->page_bytes);
-        uint8_t *tail = aligned_alloc(4096, (size_t)l->tail_bytes);
+        struct kern_dev *dev = model_peek_dev(m);
+        uint8_t *pages = test_poisoned(dev, (size_t)n_pages * (size_t)l->page_bytes);
+        uint8_t *tail = test_poisoned(dev, (size_t)l->tail_bytes);
         struct kv_pool *pool = NULL;
         struct kv_table table;
-        memset(pages, 0xff, (size_t)n_pages * (size_t)l->page_bytes);
-        memset(tail, 0xff, (size_t)l->tail_bytes);
         assert_int_equal(kv_pool_new(&pool, pages, n_pages, (size_t)l->page_bytes, tail, 1,
                                      (size_t)l->tail_bytes, &err),
                          0);
@@ -121,8 +120,8 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
 
         kv_table_fini(&table, pool);
         kv_pool_free(pool);
-        free(pages);
-        free(tail);
+        kern_dev_free(dev, pages);
+        kern_dev_free(dev, tail);
     }
     golden_close(g);
     model_close(m);

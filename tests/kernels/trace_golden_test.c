@@ -1,13 +1,14 @@
-/* tests/kernels/trace_golden_test.c - each op against the traced inside of a deployed forward pass.
+/* tests/kernels/trace_golden_test.c - each op, of the CPU or of TOW_TEST_DEVICE, against the traced inside
+ * of a deployed forward pass.
  *
  * Every step takes the golden input of that step and is compared with the golden output, with the
  * single-step bounds of the goldens' README: 99 % of elements equal and rel <= 5e-4, except where
  * it allows more.
  */
-#include "tests/support/check.h"
+#include "tests/support/device.h"
 #include "tests/support/golden.h"
 
-#include "kernels/cpu/team.h"
+#include "common/base/err.h"
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
 
@@ -34,7 +35,7 @@ enum {
 static struct golden *trace, *shard[3];
 static struct kern_dev *dev;
 static struct kern_stream *s;
-static const struct kern_ops *ops = &kern_cpu;
+static const struct kern_ops *ops;
 static int32_t *positions, *prompt;
 static const char *layer_prefix;
 
@@ -228,6 +229,7 @@ static void cache_open(struct cache *c, int layer)
     assert_int_equal(kern_kv_layout_init(&c->l, &sp, NULL), 0);
     c->pages = calloc(2, (size_t)c->l.page_bytes);
     c->tails = calloc(P + 1, (size_t)c->l.tail_bytes);
+    test_know(dev, c->pages, 2 * (size_t)c->l.page_bytes);
     c->page_id = 1;
     c->whole = (struct kern_seq){.n_rows = T,
                                  .page_ids = &c->page_id,
@@ -256,6 +258,7 @@ static void cache_open(struct cache *c, int layer)
 }
 static void cache_close(struct cache *c)
 {
+    test_forget(dev);
     free(c->pages);
     free(c->tails);
 }
@@ -643,7 +646,9 @@ int main(void)
     }
     positions = golden_i32(trace, "positions");
     prompt = golden_i32(trace, "prompt");
-    if (kern_dev_open(&dev, "cpu", 2, NULL) < 0) return 1;
+    struct tow_err err = {0};
+    if (test_open_mirrored(&dev, 2, &err) < 0) return test_no_device(&err);
+    ops = kern_dev_ops(dev);
     s = kern_dev_stream(dev);
     const struct CMUnitTest tests[] = {cmocka_unit_test(test_layer_0),
                                        cmocka_unit_test(test_layer_1),

@@ -1,6 +1,6 @@
-/* tests/kernels/unit_golden_test.c - the CPU ops against the unit goldens,
- * in every instruction set here. */
-#include "tests/support/check.h"
+/* tests/kernels/unit_golden_test.c - the ops against the unit goldens: the CPU's in every instruction
+ * set here, or those of TOW_TEST_DEVICE. */
+#include "tests/support/device.h"
 #include "tests/support/golden.h"
 
 #include "common/base/err.h"
@@ -21,6 +21,21 @@ static int n_devs;
         for (struct kern_stream *s = kern_dev_stream(devs[i_]); s; s = NULL)
 
 static const struct kern_ops *ops = &kern_cpu;
+
+/* The device may keep weights by their addresses. */
+static void forget(void)
+{
+    for (int i = 0; i < n_devs; i++) test_forget(devs[i]);
+}
+static void close_golden(struct golden *g)
+{
+    forget();
+    golden_close(g);
+}
+static void know(const void *pool, size_t bytes)
+{
+    for (int i = 0; i < n_devs; i++) test_know(devs[i], pool, bytes);
+}
 
 /* README's bound for everything that is not a code or a rounded value. */
 static void check_close(const char *what, const float *a, const float *b, int64_t n)
@@ -83,7 +98,7 @@ static void test_formats(void **state)
         float d = kern_bf16_round(in[i]);
         check_equal("bf16", &d, &out[i], 1);
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 static void check_fp8(struct golden *g, const char *name, int block)
@@ -153,7 +168,7 @@ static void test_act_quant(void **state)
         assert_int_equal(ops->linear(s, &p), 0);
         check_close("linear nvfp4", y, golden_f32(g, "nvfp4_act.out"), 2560);
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 static void test_hadamard(void **state)
@@ -178,7 +193,7 @@ static void test_hadamard(void **state)
         from_bf16(q, y, 768);
         check_equal(forms[f].key, y, golden_f32(g, forms[f].key), 768);
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 static void test_weights(void **state)
@@ -218,7 +233,7 @@ static void test_weights(void **state)
                 for (int j = 0; j < 128; j++) t[i * 128 + j] = y[j * 128 + i];
             check_equal(keys[f], t, golden_f32(g, keys[f]), 128 * 128);
         }
-    golden_close(g);
+    close_golden(g);
 }
 
 static void test_rope(void **state)
@@ -259,7 +274,7 @@ static void test_rope(void **state)
             check_close(key, x, golden_f32(g, key), 11 * 128);
         }
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 /* The op takes streams, the golden gives mixes: row t of h is one large value at place t of stream
@@ -280,6 +295,7 @@ static void test_hyper(void **state)
                 h[t * 256 + j * 64 + t] = big;
                 for (int m = 0; m < 24; m++) fn[m * 256 + j * 64 + t] = mixes[t * 24 + m] / 16;
             }
+            forget();
             struct kern_hc_collapse p = {
                 .h = h,
                 .fn = {.data = fn, .fmt = KERN_W_F32, .n = 24, .k = 256, .row_bytes = 1024},
@@ -315,7 +331,7 @@ static void test_hyper(void **state)
         assert_int_equal(ops->hc_expand(s, &e), 0);
         check_close("mixed", out, golden_f32(g, "mixed"), 9 * 256);
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 static void test_router(void **state)
@@ -349,7 +365,7 @@ static void test_router(void **state)
         for (int t = 0; t < 7; t++)
             check_close("score", &w[t], golden_f32(g, "score") + t * 8 + pick[t], 1);
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 static struct kern_kv_layout layout_of(int32_t ratio, int32_t d, int32_t window,
@@ -380,6 +396,7 @@ static void test_attention(void **state)
     EACH_ISA(s)
     {
         uint8_t *pages = calloc(1, (size_t)l.page_bytes), *tails = calloc(3, l.tail_bytes);
+        know(pages, (size_t)l.page_bytes);
         uint32_t page = 0;
         int32_t sel[3 * 20], n_sel[3];
         struct kern_seq q[3];
@@ -417,10 +434,11 @@ static void test_attention(void **state)
                                    .act = KERN_F32};
         assert_int_equal(ops->attention(s, &p), 0);
         check_close("out", out, golden_f32(g, "out"), 3 * 4 * 128);
+        forget();
         free(pages);
         free(tails);
     }
-    golden_close(g);
+    close_golden(g);
 }
 
 static void product(struct kern_stream *s, struct golden *g, const char *w, const float *x, int T,
@@ -463,6 +481,7 @@ static void check_compressor(struct kern_stream *s, int32_t ratio, bool exact, b
     uint8_t *pages = calloc(2, (size_t)l.page_bytes), *tail = malloc((size_t)l.tail_bytes);
     uint32_t ids[2] = {1, 0};
     char key[64];
+    know(pages, 2 * (size_t)l.page_bytes);
     memset(tail, 0xff, (size_t)l.tail_bytes); /* nothing in a fresh tail may matter */
     product(s, g, "c.wkv.weight", x, T, N, kv);
     product(s, g, "c.wgate.weight", x, T, N, gate);
@@ -508,12 +527,13 @@ static void check_compressor(struct kern_stream *s, int32_t ratio, bool exact, b
     snprintf(key, sizeof key, "%s.%s.entries", exact ? "exact" : "deployed",
              index ? "index" : "main");
     check_entries(key, got, golden_f32(g, key), n * 128, exact);
+    forget();
     free(kv);
     free(gate);
     free(pages);
     free(tail);
-    golden_close(gr);
-    golden_close(g);
+    close_golden(gr);
+    close_golden(g);
 }
 
 static void test_compressors(void **state)
@@ -529,7 +549,12 @@ static void test_compressors(void **state)
 
 int main(void)
 {
-    for (int i = 0; i <= (int)kern_cpu_best_isa(); i++)
+    struct tow_err err = {0};
+    if (test_is_mirrored()) {
+        if (test_open_mirrored(&devs[n_devs++], 2, &err) < 0) return test_no_device(&err);
+        ops = kern_dev_ops(devs[0]);
+    }
+    for (int i = 0; !test_is_mirrored() && i <= (int)kern_cpu_best_isa(); i++)
         if (kern_dev_open_cpu(&devs[n_devs++], 1 + i, (enum kern_cpu_isa)i, NULL) < 0) return 1;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_formats),    cmocka_unit_test(test_act_quant),

@@ -6,8 +6,10 @@
 
 #include "common/base/err.h"
 #include "kernels/dev.h"
+#include "kernels/mirror.h"
 
 #include <stdio.h>
+#include <string.h>
 
 /* What a test ends with when its device could not be opened, after a line that says why: 77 (skipped)
  * where there is none, or no code for it; 1 where it is there and cannot be used. */
@@ -25,6 +27,41 @@ static inline int test_device_there(const char *spec)
     if (kern_dev_open(&dev, spec, 1, &err) < 0) return test_no_device(&err);
     kern_dev_close(dev);
     return 0;
+}
+
+/* Device memory full of 0xff: nothing in fresh pages or tails may matter. Freed by kern_dev_free(). */
+static inline uint8_t *test_poisoned(struct kern_dev *dev, size_t bytes)
+{
+    void *ff = malloc(bytes);
+    uint8_t *p = kern_dev_alloc(dev, bytes);
+    if (!ff || !p) abort();
+    memset(ff, 0xff, bytes);
+    if (kern_stream_write(kern_dev_stream(dev), p, ff, bytes) < 0) abort();
+    free(ff);
+    return p;
+}
+
+/* The device for tests that give ops host memory: the CPU, or a mirror of TOW_TEST_DEVICE. */
+static inline bool test_is_mirrored(void)
+{
+    return strcmp(test_device(), "cpu") != 0;
+}
+static inline int test_open_mirrored(struct kern_dev **out, int n_threads, struct tow_err *err)
+{
+    char spec[64];
+    const char *d = test_device();
+    const bool as_it_is = !test_is_mirrored() || strncmp(d, "mirror:", 7) == 0;
+    snprintf(spec, sizeof spec, "%s%s", as_it_is ? "" : "mirror:", d);
+    return kern_dev_open(out, spec, n_threads, err);
+}
+/* A page pool that an op is about to be given; and before memory is freed, or weights change. */
+static inline void test_know(struct kern_dev *dev, const void *pool, size_t bytes)
+{
+    if (test_is_mirrored()) kern_mirror_know(dev, pool, bytes);
+}
+static inline void test_forget(struct kern_dev *dev)
+{
+    if (test_is_mirrored()) kern_mirror_forget(dev);
 }
 
 #endif
