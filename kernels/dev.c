@@ -2,6 +2,7 @@
 #include "kernels/dev.h"
 
 #include "common/base/err.h"
+#include "kernels/apart.h"
 #include "kernels/cpu/team.h"
 #include "kernels/dev_impl.h"
 #include "kernels/mirror.h"
@@ -36,6 +37,7 @@ int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct
         if (rc < 0) kern_dev_close(inner);
         return rc;
     }
+    if (strcmp(spec, "apart:cpu") == 0) return kern_dev_open_apart(out, n_threads, err);
     if (strcmp(spec, "cpu") == 0)
         return kern_dev_open_cpu(out, n_threads, kern_cpu_best_isa(), err);
     const int n = cuda_number(spec);
@@ -144,11 +146,63 @@ int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t b
 {
     return of(s)->host_memory ? copy_host(dst, src, bytes) : of(s)->copy(s, dst, src, bytes);
 }
+static int no_second(struct tow_err *err)
+{
+    return tow_fail(err, TOW_EINVAL, "device memory is host memory: there is nothing to copy");
+}
+int kern_dev_seal(struct kern_dev *dev)
+{
+    return of(dev)->host_memory ? 0 : of(dev)->seal(dev);
+}
+int kern_stream_open(struct kern_stream **out, struct kern_dev *dev, struct tow_err *err)
+{
+    return of(dev)->host_memory ? no_second(err) : of(dev)->open_stream(out, dev, err);
+}
+void kern_stream_close(struct kern_stream *s)
+{
+    if (s) of(s)->close_stream(s);
+}
+int kern_dev_pin(struct kern_dev *dev, void *p, size_t bytes, struct tow_err *err)
+{
+    return of(dev)->host_memory ? 0 : of(dev)->pin(dev, p, bytes, err);
+}
+void kern_dev_unpin(struct kern_dev *dev, void *p)
+{
+    if (p && !of(dev)->host_memory) of(dev)->unpin(dev, p);
+}
+int kern_stream_put(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    return of(s)->host_memory ? copy_host(dst, src, bytes) : of(s)->put(s, dst, src, bytes);
+}
+int kern_stream_get(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    return of(s)->host_memory ? copy_host(dst, src, bytes) : of(s)->get(s, dst, src, bytes);
+}
+int kern_stream_tell(struct kern_stream *s, void (*on_done)(void *arg), void *arg)
+{
+    if (!of(s)->host_memory) return of(s)->tell(s, on_done, arg);
+    on_done(arg);
+    return 0;
+}
+int kern_stream_await(struct kern_stream *s, struct kern_stream *other)
+{
+    return of(s)->host_memory ? 0 : of(s)->await(s, other);
+}
 int kern_stream_repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg)
 {
     return of(s)->host_memory ? enqueue(arg) : of(s)->repeat(s, key, enqueue, arg);
 }
+void kern_stream_forget(struct kern_stream *s)
+{
+    if (!of(s)->host_memory) of(s)->forget(s);
+}
 int kern_stream_batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs)
 {
     return of(s)->host_memory ? 0 : of(s)->batch(s, seqs, n_seqs);
+}
+int kern_stream_pages(struct kern_stream *s, const struct kern_pages *p)
+{
+    const int rc = kern_pages_check(p);
+    if (rc < 0 || p->n == 0) return rc;
+    return of(s)->host_memory ? kern_pages_cpu(p) : of(s)->pages(s, p);
 }

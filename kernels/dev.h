@@ -21,9 +21,9 @@ struct kern_ops;
 struct kern_seq;
 struct kern_weight;
 
-/* spec "cpu" or "cuda:N", or "mirror:" and one of them (kernels/mirror.h); n_threads (CPU only) 0 = all
- * cores allowed to the process (at most 256). A process opens one CUDA device: what a kernel was allowed
- * is remembered once. TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
+/* spec "cpu" or "cuda:N", or "mirror:" and one of them (kernels/mirror.h), or "apart:cpu"
+ * (kernels/apart.h); n_threads (CPU only) 0 = all cores allowed to the process (at most 256).
+ * TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err);
 void kern_dev_close(struct kern_dev *dev); /* NULL is fine */
 
@@ -39,6 +39,11 @@ bool kern_dev_host_memory(const struct kern_dev *dev); /* the CPU may read and w
 
 /* Bytes of device memory that can still be taken; 0 where it is host memory. */
 uint64_t kern_dev_free_bytes(const struct kern_dev *dev);
+
+/* Ends the time in which the device's stream may take memory for scratch and batches: from now on an op
+ * that needs more than any before fails with TOW_ENOMEM, and kern_dev_why() says what it asked for. So
+ * memory that was planned is enough for good. Nothing where device memory is host memory. */
+int kern_dev_seal(struct kern_dev *dev);
 
 /* Device memory, 64-byte aligned (CUDA: 256), zeroed. NULL when there is none. */
 void *kern_dev_alloc(struct kern_dev *dev, size_t bytes);
@@ -70,11 +75,35 @@ int kern_stream_write(struct kern_stream *s, void *dst, const void *src, size_t 
 int kern_stream_read(struct kern_stream *s, void *dst, const void *src, size_t bytes);
 int kern_stream_copy(struct kern_stream *s, void *dst, const void *src, size_t bytes);
 
+/* A second stream of the device, for copies beside the work of the first; driven by one thread, which
+ * may be another than the device's. Closed before the device. TOW_EINVAL where device memory is host
+ * memory: nothing there has to be copied. */
+int kern_stream_open(struct kern_stream **out, struct kern_dev *dev, struct tow_err *err);
+void kern_stream_close(struct kern_stream *s); /* waits for what it was given; NULL is fine */
+
+/* Makes host memory known to the device, so that copies to and from it go at the link's speed while the
+ * caller goes on, and ops may write there. TOW_EDEVICE: the system does not lend it (err says why);
+ * copies then still work, slower. Forgotten before the memory is freed. */
+int kern_dev_pin(struct kern_dev *dev, void *p, size_t bytes, struct tow_err *err);
+void kern_dev_unpin(struct kern_dev *dev, void *p); /* NULL is fine */
+
+/* Copies that are enqueued: host memory must stay, and stay as it is, until they are done. put: host to
+ * device. get: device to host. 0 or TOW_EDEVICE. */
+int kern_stream_put(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+int kern_stream_get(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+/* Calls on_done(arg) when all that was enqueued is done, on a thread of the device's, or before this
+ * returns; it must not call anything of kernels/. 0 or TOW_EDEVICE: it is not called. */
+int kern_stream_tell(struct kern_stream *s, void (*on_done)(void *arg), void *arg);
+/* What s is given from now on begins when all that other was given is done; does not wait. Called by
+ * the thread that drives s. */
+int kern_stream_await(struct kern_stream *s, struct kern_stream *other);
+
 /* Runs enqueue(arg), which calls ops and nothing else, and whose launches are the same each time for one
  * key (not 0): the same ops on the same memory with the same numbers of rows and sequences; what lies in
  * that memory may differ. On CUDA they are kept as a graph and launched at once from the second time on.
  * What enqueue returns, or TOW_EDEVICE. */
 int kern_stream_repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg);
+void kern_stream_forget(struct kern_stream *s); /* whatever was kept so; waits */
 
 /* Announces the sequences of the pass that begins, so that each op with this very array finds them on
  * the device already; n_seqs 0 ends it, and the array must not change before. Ops given another array

@@ -7,6 +7,7 @@
 #define KERN_DEV_IMPL_H
 
 #include "kernels/dev.h"
+#include "kernels/pages.h"
 #include "kernels/types.h"
 
 struct kern_backend {
@@ -29,10 +30,21 @@ struct kern_backend {
     int (*read)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*copy)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*repeat)(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg), void *arg);
+    void (*forget)(struct kern_stream *s);
     int (*batch)(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs);
     int (*place)(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err);
     const void *(*place_bytes)(struct kern_dev *dev, const void *host, size_t bytes);
     void (*unplace)(struct kern_dev *dev, const void *placed);
+    int (*seal)(struct kern_dev *dev);
+    int (*open_stream)(struct kern_stream **out, struct kern_dev *dev, struct tow_err *err);
+    void (*close_stream)(struct kern_stream *s);
+    int (*pin)(struct kern_dev *dev, void *p, size_t bytes, struct tow_err *err);
+    void (*unpin)(struct kern_dev *dev, void *p);
+    int (*put)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+    int (*get)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
+    int (*tell)(struct kern_stream *s, void (*on_done)(void *arg), void *arg);
+    int (*await)(struct kern_stream *s, struct kern_stream *other);
+    int (*pages)(struct kern_stream *s, const struct kern_pages *p);
 };
 
 struct kern_head {

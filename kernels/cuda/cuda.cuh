@@ -64,11 +64,13 @@ struct kern_stream {
     int n_sm;       /* multiprocessors */
     int arch;       /* 90 or 120: major * 10 + minor, rounded down to what was compiled */
     int max_shared; /* bytes of shared memory a block may ask for */
+    int number;     /* of the device */
     struct cuda_own *own;
 };
 
 /* Device scratch of one slot, 256-byte aligned, kept and grown between calls, contents undefined; NULL
- * (and an error kept for cuda_done) when there is none. Growing waits for the stream. */
+ * (and an error kept for cuda_done) when there is none, or none may be taken any more (kern_dev_seal).
+ * Growing waits for the stream. It gets a quarter more than was asked for: model_warm() counts on that. */
 void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes);
 
 /* The batch of this array of sequences, on the device until the next op. TOW_ENOMEM, TOW_EDEVICE. */
@@ -82,18 +84,18 @@ const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct ke
  * For small arguments such as a list of rows. */
 const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes);
 
-/* 0, or TOW_EDEVICE or TOW_ENOMEM for anything that has failed on this stream; says so once. */
+/* 0, or TOW_EDEVICE for anything that has failed on this stream, or TOW_ENOMEM in this pass. */
 int cuda_done(struct kern_stream *s, const char *op);
 
 /* Lets a kernel ask for up to `bytes` of dynamic shared memory, less what it holds statically and no more
- * than the device has. */
-void cuda_raise_shared(const void *kernel, int bytes);
-/* The same, once a process (one device, see kernels/dev.h); before its launch. */
+ * than the device has. raised: by number of the device, so that it is asked for once on each. */
+enum { CUDA_MAX_DEVICES = 64 };
+void cuda_raise_shared(const void *kernel, int bytes, bool *raised);
+/* Before each launch, on the device that is the thread's current one. */
 #define CUDA_SHARED(kernel, bytes)                                                                 \
     do {                                                                                           \
-        static bool raised_;                                                                       \
-        if (!raised_) cuda_raise_shared((const void *)kernel, (int)(bytes));                       \
-        raised_ = true;                                                                            \
+        static bool raised_[CUDA_MAX_DEVICES];                                                     \
+        cuda_raise_shared((const void *)kernel, (int)(bytes), raised_);                            \
     } while (0)
 
 static inline int64_t cuda_ceil(int64_t a, int64_t b)

@@ -1,4 +1,4 @@
-/* kernels/cuda/dev.cu - the CUDA device: memory, stream, staging, placed weights, batch metadata.
+/* kernels/cuda/dev.cu - the CUDA device: memory, streams, staging, placed weights, batch metadata.
  *
  * A pass announces its sequences once (kern_stream_batch): they, their tables of pages and the map
  * from rows to sequences go to one device buffer through pinned memory, and every op of the pass finds
@@ -8,6 +8,9 @@
  *
  * Staging is a ring of pinned memory: a write copies there and enqueues the transfer; when the ring
  * is full it waits for the stream. So kern_stream_write() returns with its source free.
+ *
+ * A stream that has failed stays failed. One that found no memory, or was refused it, is whole: what
+ * was asked for was not launched, and the next pass begins anew.
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/dequant.cuh"
@@ -15,6 +18,8 @@
 
 extern "C" {
 #include "kernels/cuda/table.h"
+#include "kernels/pages.h"
+int kern_pages_cuda(struct kern_stream *s, const struct kern_pages *p);
 }
 
 #include <stdio.h>
@@ -24,7 +29,8 @@ extern "C" {
 enum {
     STAGING_BYTES = 8 << 20, /* a pass writes kilobytes; pages that arrive fill it and wait */
     READ_BYTES = 1 << 20,    /* most that a read copies twice */
-    ALIGN = 256              /* what cudaMalloc gives, and kernels' widest vectors want */
+    ALIGN = 256,             /* what cudaMalloc gives, and kernels' widest vectors want */
+    SMALL_BYTES = 64 << 10   /* most that cuda_send() carries in a served process: lists of rows */
 };
 
 /* Device memory with a host side of pinned memory, that grows. */
@@ -65,7 +71,9 @@ struct cuda_own {
     int n_graphs;
     uint64_t generation; /* rises when memory that graphs know of moves */
     bool capturing;
-    int rc; /* sticky */
+    bool sealed;       /* nothing more may be taken */
+    cudaEvent_t other; /* where another stream was when this one was told to wait for it */
+    int rc;            /* sticky; TOW_ENOMEM for the pass */
     char what[256];
 };
 
@@ -73,7 +81,6 @@ struct kern_dev {
     struct kern_head head; /* first */
     struct kern_stream stream;
     struct cuda_own own;
-    int number;
     char isa[16];
 };
 
@@ -88,7 +95,6 @@ static int keep(struct kern_stream *s, int rc, const char *what, cudaError_t e)
     if (s->own->rc == 0) {
         s->own->rc = rc;
         snprintf(s->own->what, sizeof s->own->what, "%s: %s", what, cudaGetErrorString(e));
-        fprintf(stderr, "cuda: %s\n", s->own->what);
     }
     return s->own->rc;
 }
@@ -104,22 +110,42 @@ int cuda_done(struct kern_stream *s, const char *op)
     return checked(s, op, cudaGetLastError());
 }
 
-void cuda_raise_shared(const void *kernel, int bytes)
+void cuda_raise_shared(const void *kernel, int bytes, bool *raised)
 {
     cudaFuncAttributes a;
     int number = 0, most = 0;
-    if (cudaGetDevice(&number) != cudaSuccess || cudaFuncGetAttributes(&a, kernel) != cudaSuccess ||
+    if (cudaGetDevice(&number) != cudaSuccess) return; /* the error stays for cuda_done() */
+    if (number < CUDA_MAX_DEVICES && raised[number]) return;
+    if (cudaFuncGetAttributes(&a, kernel) != cudaSuccess ||
         cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, number) !=
             cudaSuccess)
-        return; /* the error stays for cuda_done() */
+        return;
     if (bytes > most - (int)a.sharedSizeBytes) bytes = most - (int)a.sharedSizeBytes;
     cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (number < CUDA_MAX_DEVICES) raised[number] = true;
+}
+
+/* False, and says so, when no more memory may be taken. */
+static bool may_take(struct kern_stream *s, const char *what, size_t have, size_t bytes)
+{
+    struct cuda_own *o = s->own;
+    if (!o->sealed) return true;
+    if (o->rc == 0) {
+        o->rc = TOW_ENOMEM;
+        snprintf(o->what, sizeof o->what,
+                 "%s: %zu KiB are needed and %zu KiB were planned at start; none is taken later",
+                 what, bytes >> 10, have >> 10);
+    }
+    return false;
 }
 
 void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes)
 {
     struct cuda_own *o = s->own;
+    static const char *const names[CUDA_N_SLOTS] = {"scratch of rows", "scratch", "scratch 2",
+                                                    "scratch 3", "scratch of split sums"};
     if (bytes <= o->slot[slot].bytes) return o->slot[slot].mem;
+    if (!may_take(s, names[slot], o->slot[slot].bytes, bytes)) return NULL;
     if (o->capturing) {
         keep(s, TOW_EDEVICE, "scratch grows in a graph", cudaErrorStreamCaptureUnsupported);
         return NULL;
@@ -142,6 +168,7 @@ void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes)
 static int mirror_grow(struct kern_stream *s, struct cuda_mirror *m, size_t bytes)
 {
     if (bytes <= m->room) return s->own->rc;
+    if (!may_take(s, "metadata", m->room, bytes)) return s->own->rc;
     size_t room = align_up(bytes * 2);
     s->own->generation++;
     if (checked(s, "metadata", cudaStreamSynchronize(s->cu)) < 0) return s->own->rc;
@@ -206,7 +233,9 @@ static int batch(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_s
 {
     struct cuda_own *o = s->own;
     o->seqs = NULL;
+    if (o->rc == TOW_ENOMEM) o->rc = 0; /* the words stay until the next pass */
     if (n_seqs == 0) return o->rc;
+    if (o->rc == 0) o->what[0] = 0;
     /* The transfer of the pass before may still be read from. */
     if (checked(s, "batch", cudaStreamSynchronize(s->cu)) < 0) return o->rc;
     int rc = send_batch(s, &o->announced, seqs, n_seqs, &o->batch);
@@ -270,8 +299,8 @@ static bool capture(struct kern_stream *s, struct graph *g, int (*enqueue)(void 
     if (graph) cudaGraphDestroy(graph);
     if (!ok) {
         if (o->rc == 0)
-            fprintf(stderr, "cuda: launches of key %#llx cannot be kept as a graph (%s)\n",
-                    (unsigned long long)g->key, cudaGetErrorString(e));
+            snprintf(o->what, sizeof o->what, "launches of key %#llx cannot be kept as a graph: %s",
+                     (unsigned long long)g->key, cudaGetErrorString(e));
         cudaGetLastError();
         o->rc = 0;
         g->exec = NULL;
@@ -296,6 +325,16 @@ static int repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg)
         }
     }
     return checked(s, "graph", cudaGraphLaunch(g->exec, s->cu));
+}
+
+static void forget(struct kern_stream *s)
+{
+    struct cuda_own *o = s->own;
+    if (s->cu) cudaStreamSynchronize(s->cu);
+    for (int i = 0; i < o->n_graphs; i++)
+        if (o->graphs[i].exec) cudaGraphExecDestroy(o->graphs[i].exec);
+    memset(o->graphs, 0, sizeof o->graphs);
+    o->n_graphs = 0;
 }
 
 /* ------------------------------------------------------------------ copies */
@@ -488,30 +527,131 @@ const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct ke
     return NULL;
 }
 
+/* ------------------------------------------------------------------ a second stream */
+
+struct second {
+    struct kern_stream stream; /* first */
+    struct cuda_own own;
+};
+
+/* Its thread may be on another device, or none yet. */
+static void here(const struct kern_stream *s)
+{
+    cudaSetDevice(s->number);
+}
+
+static int put(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    here(s);
+    if (bytes == 0) return s->own->rc;
+    return checked(s, "put", cudaMemcpyAsync(dst, src, bytes, cudaMemcpyHostToDevice, s->cu));
+}
+static int get(struct kern_stream *s, void *dst, const void *src, size_t bytes)
+{
+    here(s);
+    if (bytes == 0) return s->own->rc;
+    return checked(s, "get", cudaMemcpyAsync(dst, src, bytes, cudaMemcpyDeviceToHost, s->cu));
+}
+static int tell(struct kern_stream *s, void (*on_done)(void *arg), void *arg)
+{
+    here(s);
+    return checked(s, "tell", cudaLaunchHostFunc(s->cu, on_done, arg));
+}
+static int await_other(struct kern_stream *s, struct kern_stream *other)
+{
+    here(s);
+    if (checked(s, "await", cudaEventRecord(s->own->other, other->cu)) < 0) return s->own->rc;
+    return checked(s, "await", cudaStreamWaitEvent(s->cu, s->own->other, 0));
+}
+static int pages(struct kern_stream *s, const struct kern_pages *p)
+{
+    here(s);
+    return kern_pages_cuda(s, p);
+}
+
+static int pin(struct kern_dev *dev, void *p, size_t bytes, struct tow_err *err)
+{
+    here(&dev->stream);
+    const cudaError_t e = cudaHostRegister(p, bytes, cudaHostRegisterPortable);
+    if (e == cudaSuccess) return 0;
+    cudaGetLastError(); /* an answer, not a broken stream */
+    return tow_fail(err, TOW_EDEVICE, "%zu MiB of host memory cannot be pinned: %s", bytes >> 20,
+                    cudaGetErrorString(e));
+}
+static void unpin(struct kern_dev *dev, void *p)
+{
+    here(&dev->stream);
+    if (cudaHostUnregister(p) != cudaSuccess) cudaGetLastError(); /* it was not pinned */
+}
+
+static int seal(struct kern_dev *dev)
+{
+    const int rc = mirror_grow(&dev->stream, &dev->own.small, SMALL_BYTES);
+    dev->own.sealed = true;
+    return rc;
+}
+
+static cudaError_t begin_stream(struct kern_stream *s)
+{
+    cudaError_t e = cudaStreamCreateWithFlags(&s->cu, cudaStreamNonBlocking);
+    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&s->own->other, cudaEventDisableTiming);
+    if (e == cudaSuccess) e = cudaMallocHost((void **)&s->own->staging, STAGING_BYTES);
+    if (e == cudaSuccess) e = cudaMallocHost((void **)&s->own->reading, READ_BYTES);
+    return e;
+}
+static void end_stream(struct kern_stream *s)
+{
+    struct cuda_own *o = s->own;
+    forget(s);
+    for (int i = 0; i < CUDA_N_SLOTS; i++) cudaFree(o->slot[i].mem);
+    mirror_free(&o->announced);
+    mirror_free(&o->foreign);
+    mirror_free(&o->small);
+    cudaFreeHost(o->staging);
+    cudaFreeHost(o->reading);
+    if (o->other) cudaEventDestroy(o->other);
+    if (s->cu) cudaStreamDestroy(s->cu);
+}
+
+static int open_second(struct kern_stream **out, struct kern_dev *dev, struct tow_err *err)
+{
+    struct second *x = (struct second *)calloc(1, sizeof *x);
+    if (!x) return tow_fail(err, TOW_ENOMEM, "no memory for a stream");
+    here(&dev->stream);
+    x->stream = dev->stream;
+    x->stream.cu = NULL;
+    x->stream.own = &x->own;
+    const cudaError_t e = begin_stream(&x->stream);
+    if (e != cudaSuccess) {
+        end_stream(&x->stream);
+        free(x);
+        return tow_fail(err, TOW_EDEVICE, "a second stream: %s", cudaGetErrorString(e));
+    }
+    *out = &x->stream;
+    return 0;
+}
+static void close_second(struct kern_stream *s)
+{
+    here(s);
+    end_stream(s);
+    free(s);
+}
+
 /* ------------------------------------------------------------------ opening */
 
 static void close_dev(struct kern_dev *dev)
 {
     struct cuda_own *o = &dev->own;
-    cudaSetDevice(dev->number);
-    if (dev->stream.cu) cudaStreamSynchronize(dev->stream.cu);
-    for (int i = 0; i < o->n_graphs; i++)
-        if (o->graphs[i].exec) cudaGraphExecDestroy(o->graphs[i].exec);
-    for (int i = 0; i < CUDA_N_SLOTS; i++) cudaFree(o->slot[i].mem);
-    mirror_free(&o->announced);
-    mirror_free(&o->foreign);
-    mirror_free(&o->small);
+    cudaSetDevice(dev->stream.number);
+    end_stream(&dev->stream);
     for (size_t i = 0; i < o->n_placed; i++) cudaFree(o->placed[i].mem);
     free(o->placed);
-    cudaFreeHost(o->staging);
-    cudaFreeHost(o->reading);
-    if (dev->stream.cu) cudaStreamDestroy(dev->stream.cu);
     free(dev);
 }
 /* The current device is a thread's own. */
 static void use_dev(struct kern_dev *dev)
 {
-    cudaSetDevice(dev->number);
+    cudaSetDevice(dev->stream.number);
 }
 static struct kern_stream *stream_of(struct kern_dev *dev)
 {
@@ -525,6 +665,10 @@ static int one_thread(const struct kern_dev *dev)
 static const char *isa_of(const struct kern_dev *dev)
 {
     return dev->isa;
+}
+static const char *why_of(const struct kern_dev *dev)
+{
+    return dev->own.what;
 }
 
 static uint64_t free_bytes(const struct kern_dev *dev)
@@ -551,6 +695,7 @@ static const struct kern_backend *backend(void)
     b.stream = stream_of;
     b.threads = one_thread;
     b.isa = isa_of;
+    b.why = why_of;
     b.free_bytes = free_bytes;
     b.fp8_products = fp8_products;
     b.alloc = alloc_dev;
@@ -560,10 +705,21 @@ static const struct kern_backend *backend(void)
     b.read = read_out;
     b.copy = copy_within;
     b.repeat = repeat;
+    b.forget = forget;
     b.batch = batch;
     b.place = place;
     b.place_bytes = place_bytes;
     b.unplace = unplace;
+    b.seal = seal;
+    b.open_stream = open_second;
+    b.close_stream = close_second;
+    b.pin = pin;
+    b.unpin = unpin;
+    b.put = put;
+    b.get = get;
+    b.tell = tell;
+    b.await = await_other;
+    b.pages = pages;
     return &b;
 }
 
@@ -571,25 +727,23 @@ static int open_on(struct kern_dev *dev, struct tow_err *err)
 {
     struct kern_stream *s = &dev->stream;
     cudaDeviceProp prop;
-    cudaError_t e = cudaSetDevice(dev->number);
-    if (e == cudaSuccess) e = cudaGetDeviceProperties(&prop, dev->number);
+    cudaError_t e = cudaSetDevice(s->number);
+    if (e == cudaSuccess) e = cudaGetDeviceProperties(&prop, s->number);
     if (e != cudaSuccess)
-        return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", dev->number, cudaGetErrorString(e));
+        return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", s->number, cudaGetErrorString(e));
     if (prop.major != 9 && prop.major != 12)
         return tow_fail(
             err, TOW_EINVAL,
             "device cuda:%d is %s, compute capability %d.%d; this build has code for 9.0 "
             "and 12.0",
-            dev->number, prop.name, prop.major, prop.minor);
+            s->number, prop.name, prop.major, prop.minor);
     s->n_sm = prop.multiProcessorCount;
     s->arch = prop.major * 10;
     s->max_shared = (int)prop.sharedMemPerBlockOptin;
     snprintf(dev->isa, sizeof dev->isa, "sm_%d%d", prop.major, prop.minor);
-    e = cudaStreamCreateWithFlags(&s->cu, cudaStreamNonBlocking);
-    if (e == cudaSuccess) e = cudaMallocHost((void **)&dev->own.staging, STAGING_BYTES);
-    if (e == cudaSuccess) e = cudaMallocHost((void **)&dev->own.reading, READ_BYTES);
+    e = begin_stream(s);
     if (e != cudaSuccess)
-        return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", dev->number, cudaGetErrorString(e));
+        return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", s->number, cudaGetErrorString(e));
     return 0;
 }
 
@@ -607,7 +761,7 @@ extern "C" int kern_dev_open_cuda(struct kern_dev **out, int number, struct tow_
                         n - 1);
     struct kern_dev *dev = (struct kern_dev *)calloc(1, sizeof *dev);
     if (!dev) return tow_fail(err, TOW_ENOMEM, "no memory for the device");
-    dev->number = number;
+    dev->stream.number = number;
     dev->head.backend = dev->stream.head.backend = backend();
     dev->stream.own = &dev->own;
     int rc = open_on(dev, err);
