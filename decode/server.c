@@ -6,6 +6,7 @@
 #include "common/base/err.h"
 #include "common/base/log.h"
 #include "common/base/metrics.h"
+#include "common/worker/cache.h"
 #include "decode/sched.h"
 
 #include <stdlib.h>
@@ -19,7 +20,6 @@ struct engine_seq {
     struct model_bias *bias; /* owned */
     int32_t *output;         /* owned; every output token so far */
     int32_t n_output, cap;
-    bool arrived; /* its pages have been taken to the device */
 };
 
 struct server {
@@ -29,6 +29,7 @@ struct server {
     struct dec_event later[MAX_LATER]; /* ends of moves that could not even start */
     int n_later;
     struct work_step step;
+    bool await;               /* something was copied to the device since the last step was given */
     struct work_item *items;  /* owned [max_batch] */
     int32_t *ids;             /* owned [max_batch] */
     struct dec_token *tokens; /* owned [max_batch] */
@@ -141,17 +142,42 @@ static void start_step(struct server *d, struct dec_seq *const *batch, uint32_t 
                                                  .shadowed = work_capture_shadowed(s->capture)},
                                          .ids = &d->ids[i],
                                          .sample = true,
-                                         .arrive = !e->arrived,
                                          .sampling = e->sampling,
                                          .output = e->output,
                                          .n_output = e->n_output,
                                          .index = s->n_output,
                                          .capture = work_capture_begin(s->capture, s->n_output)};
     }
-    for (uint32_t i = 0; i < n; i++) ((struct engine_seq *)batch[i]->user)->arrived = true;
-    d->step = (struct work_step){.items = d->items, .n = (int32_t)n, .err = &d->step_err};
+    d->step = (struct work_step){
+        .items = d->items, .n = (int32_t)n, .await = d->await, .err = &d->step_err};
+    d->await = false;
     int rc = work_engine_submit(d->w->engine, &d->step);
     tow_assert(rc == 0); /* one step at a time, and the queue holds more */
+}
+
+/* What has arrived goes to the device, beside the step that runs; a sequence that ended with its first
+ * token has given it back already. */
+static int copy_in(struct server *d, const struct dec_seq *s)
+{
+    const int64_t n = kern_kv_pages_for(s->n_tokens, d->w->layout->page_tokens);
+    if (!s->table.has_tail) return 0;
+    const struct work_cache_parts parts = {
+        .ids = s->table.ids,
+        .n = work_capture_pages(work_capture_shadowed(s->capture), (uint32_t)n),
+        .tail = kv_pool_tail(d->w->pool, s->table.tail)};
+    d->await = true;
+    return work_cache_in(d->w->cache, &parts);
+}
+
+/* False: the process ends. */
+static bool open_seq(struct server *d, struct dec_seq *s)
+{
+    struct tow_err err;
+    const int rc = engine_open(s) ? copy_in(d, s) : TOW_ENOMEM;
+    if (rc == 0) return true;
+    tow_fail(&err, rc, "a sequence that arrived: %s", tow_err_text(rc));
+    work_die(d->w, &err);
+    return false;
 }
 
 static void perform(struct server *d)
@@ -166,12 +192,7 @@ static void perform(struct server *d)
                             a->code);
             break;
         case DEC_DO_OPEN:
-            if (!engine_open(a->seq)) {
-                struct tow_err err;
-                tow_fail(&err, TOW_ENOMEM, "no memory for a sequence");
-                work_die(d->w, &err);
-                return;
-            }
+            if (!open_seq(d, a->seq)) return;
             break;
         case DEC_DO_CLOSE: engine_close(a->seq); break;
         case DEC_DO_STEP: start_step(d, a->batch, a->n); break;

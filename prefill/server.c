@@ -4,8 +4,10 @@
 #include "prefill/server.h"
 
 #include "common/base/err.h"
+#include "common/base/list.h"
 #include "common/base/log.h"
 #include "common/base/metrics.h"
+#include "common/worker/cache.h"
 #include "prefill/sched.h"
 
 #include <stdlib.h>
@@ -25,9 +27,21 @@ struct engine_job {
     struct model_bias *bias; /* owned */
 };
 
+/* An offer whose pages are on their way from the device. It knows nothing of its job, which may end
+ * before they are there: an offer for a ticket that has ended is nothing to the mover. */
+struct leaving {
+    struct tow_list node; /* server.leaving, oldest first */
+    uint64_t number;      /* of work_cache_out() */
+    struct kv_ticket ticket;
+    uint32_t n, note_bytes;
+    uint8_t note[KV_MOVER_NOTE_MAX];
+    struct kv_offer parts[]; /* [n] the tail last, if it is among them */
+};
+
 struct server {
     struct work *w;
     struct pre_sched *sched;
+    struct tow_list leaving;
     struct pre_actions actions;
     struct pre_event later[MAX_LATER];
     int n_later;
@@ -136,7 +150,6 @@ static void start_chunk(struct server *p, const struct pre_action *a)
                                          .shadowed = work_capture_shadowed(j->capture)},
                                  .ids = (const int32_t *)j->tokens + a->from,
                                  .sample = a->last,
-                                 .depart = true,
                                  .sampling = e->sampling,
                                  .output = (const int32_t *)j->tokens + j->n_prompt,
                                  .n_output = (int32_t)(j->n_tokens - j->n_prompt),
@@ -148,39 +161,85 @@ static void start_chunk(struct server *p, const struct pre_action *a)
     tow_assert(rc == 0); /* one chunk at a time, and the queue holds more */
 }
 
-static void offer(struct server *p, const struct pre_action *a)
+static bool is_tail(const struct kv_offer *o)
 {
-    const struct pre_job *j = a->job;
-    struct kv_offer parts[OFFER_PARTS];
-    uint32_t n = 0;
-    int rc = 0;
-    for (uint32_t i = 0; i < a->n && rc == 0; i++) {
-        parts[n++] = (struct kv_offer){.index = a->from + i,
-                                       .offset = (uint64_t)j->table.ids[a->from + i] *
-                                                 (uint64_t)p->w->layout->page_bytes};
-        if (n == OFFER_PARTS) {
-            rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), parts, n, NULL, 0);
-            n = 0;
+    return o->index == KV_PART_TAIL;
+}
+
+static void add_digests(struct server *p, struct leaving *l)
+{
+    const struct work_cache *c = p->w->cache;
+    for (uint32_t i = 0; i < l->n; i++) {
+        struct kv_offer *o = &l->parts[i];
+        if (is_tail(o)) {
+            const kv_tail_id id = (kv_tail_id)(o->offset / (uint64_t)p->w->layout->tail_bytes);
+            o->has_digest = work_cache_tail_digest(c, kv_pool_tail(p->w->pool, id), &o->digest);
+        } else {
+            const uint32_t id = (uint32_t)(o->offset / (uint64_t)p->w->layout->page_bytes);
+            o->has_digest = work_cache_page_digest(c, id, &o->digest);
         }
     }
-    if (rc == 0 && n > 0) rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), parts, n, NULL, 0);
-    if (rc == 0 && a->tail) {
-        uint8_t bytes[KV_MOVER_NOTE_MAX];
-        struct wire_writer note = {.data = bytes, .cap = sizeof bytes};
-        const struct wire_first first = {.position = j->n_tokens,
-                                         .token = j->first,
-                                         .has_logprobs = j->has_logprobs,
-                                         .n_top = j->n_top,
-                                         .logprobs = {j->logprobs, j->logprob_bytes}};
-        struct kv_offer tail = {.index = KV_PART_TAIL,
-                                .offset =
-                                    (uint64_t)j->table.tail * (uint64_t)p->w->layout->tail_bytes};
-        wire_put_first(&note, &first);
-        tow_assert(!note.failed);
-        rc = kv_mover_offer(p->w->mover, ticket_of(j->ticket), &tail, 1, bytes, (uint32_t)note.len);
+}
+
+/* What is there goes to the mover; the tail in an offer of its own. Frees l. */
+static int ship(struct server *p, struct leaving *l)
+{
+    int rc = 0;
+    for (uint32_t i = 0, n; i < l->n && rc == 0; i += n) {
+        const bool tail = is_tail(&l->parts[i]);
+        for (n = 1; !tail && n < OFFER_PARTS && i + n < l->n && !is_tail(&l->parts[i + n]);) n++;
+        rc = kv_mover_offer(p->w->mover, l->ticket, &l->parts[i], n, tail ? l->note : NULL,
+                            tail ? l->note_bytes : 0);
     }
+    free(l);
+    return rc;
+}
+
+static uint32_t write_note(const struct pre_job *j, uint8_t *bytes)
+{
+    struct wire_writer note = {.data = bytes, .cap = KV_MOVER_NOTE_MAX};
+    const struct wire_first first = {.position = j->n_tokens,
+                                     .token = j->first,
+                                     .has_logprobs = j->has_logprobs,
+                                     .n_top = j->n_top,
+                                     .logprobs = {j->logprobs, j->logprob_bytes}};
+    wire_put_first(&note, &first);
+    tow_assert(!note.failed);
+    return (uint32_t)note.len;
+}
+
+/* Takes the pages from the device, and offers them when they are there. */
+static int begin_offer(struct server *p, const struct pre_action *a)
+{
+    const struct pre_job *j = a->job;
+    struct work_cache_parts parts = {.ids = j->table.ids + a->from, .n = a->n};
+    struct leaving *l = calloc(1, sizeof *l + ((size_t)a->n + 1) * sizeof l->parts[0]);
+    if (!l) return TOW_ENOMEM;
+    l->ticket = ticket_of(j->ticket);
+    for (uint32_t i = 0; i < a->n; i++)
+        l->parts[l->n++] = (struct kv_offer){
+            .index = a->from + i, .offset = parts.ids[i] * (uint64_t)p->w->layout->page_bytes};
+    if (a->tail) {
+        parts.tail = kv_pool_tail(p->w->pool, j->table.tail);
+        l->note_bytes = write_note(j, l->note);
+        l->parts[l->n++] = (struct kv_offer){
+            .index = KV_PART_TAIL, .offset = j->table.tail * (uint64_t)p->w->layout->tail_bytes};
+    }
+    const int rc = work_cache_out(p->w->cache, &parts, &l->number);
     if (rc < 0) {
-        struct pre_event ev = {.kind = PRE_ON_UNOFFERED, .ticket = j->ticket, .code = rc};
+        free(l);
+        return rc;
+    }
+    if (l->number == 0) return ship(p, l);
+    tow_list_append(&p->leaving, &l->node);
+    return 0;
+}
+
+static void offer(struct server *p, const struct pre_action *a)
+{
+    const int rc = begin_offer(p, a);
+    if (rc < 0) {
+        struct pre_event ev = {.kind = PRE_ON_UNOFFERED, .ticket = a->job->ticket, .code = rc};
         later(p, &ev);
     }
 }
@@ -365,6 +424,21 @@ static void on_stepped(void *self, struct work_step *step)
     feed(p, &ev);
 }
 
+static void on_landed(void *self)
+{
+    struct server *p = self;
+    const uint64_t landed = work_cache_landed(p->w->cache);
+    while (!tow_list_empty(&p->leaving)) {
+        struct leaving *l = TOW_CONTAINER(p->leaving.next, struct leaving, node);
+        struct pre_event ev = {.kind = PRE_ON_UNOFFERED, .ticket = {l->ticket.id, l->ticket.nonce}};
+        if (l->number > landed) return;
+        tow_list_remove(&l->node);
+        add_digests(p, l);
+        ev.code = ship(p, l);
+        if (ev.code < 0) feed(p, &ev);
+    }
+}
+
 static void on_tick(void *self, uint64_t now_ms)
 {
     struct pre_event ev = {.kind = PRE_ON_TICK, .now_ms = now_ms};
@@ -420,6 +494,7 @@ static void make_metrics(struct server *p)
 static void stop(void *self)
 {
     struct server *p = self;
+    TOW_LIST_EACH_SAFE (n, &p->leaving) free(TOW_CONTAINER(n, struct leaving, node));
     pre_actions_fini(&p->actions);
     if (p->sched) pre_sched_free(p->sched);
     free(p);
@@ -430,6 +505,7 @@ static int start(struct work *w, void **self, struct tow_err *err)
     struct server *p = calloc(1, sizeof *p);
     if (!p) return tow_fail(err, TOW_ENOMEM, "prefill: out of memory");
     p->w = w;
+    tow_list_init(&p->leaving);
     pre_actions_init(&p->actions);
     const struct pre_sched_config c = {.page_tokens = (uint32_t)w->layout->page_tokens,
                                        .max_context = w->max_context,
@@ -459,6 +535,7 @@ const struct work_role pre_role = {.program = "towpath-prefill",
                                    .on_message = on_message,
                                    .on_router_lost = on_router_lost,
                                    .on_move = on_move,
+                                   .on_landed = on_landed,
                                    .on_stepped = on_stepped,
                                    .on_tick = on_tick,
                                    .on_drain = on_drain,

@@ -1,48 +1,126 @@
-/* worker/cache.c - see cache.h. */
+/* worker/cache.c - see cache.h.
+ *
+ * The control thread drives the second stream; the engine thread only makes the first one wait for it.
+ * Pages with neighbouring ids are one copy. Gathering the others on the device first was rejected: a
+ * page of a real model is a megabyte, and copies of that size run at the link's speed
+ * (docs/performance.md). Digests are made on the device, on the way out, into pinned host memory. */
 #include "common/worker/cache.h"
 
 #include "common/base/err.h"
+#include "common/base/log.h"
 #include "kernels/dev.h"
+#include "kernels/pages.h"
 
+#include <stdatomic.h>
 #include <stdlib.h>
 
 struct work_cache {
-    struct kern_dev *dev;                /* borrowed */
-    struct kern_stream *stream;          /* borrowed from dev */
-    const struct kern_kv_layout *layout; /* borrowed */
-    uint8_t *host_pages, *host_tails;    /* borrowed */
-    uint8_t *pages, *tails;              /* device; owned unless they are the host's */
-    uint32_t n_pages;
+    struct work_cache_config cfg;
+    struct kern_stream *first, *second; /* borrowed from dev; owned */
+    uint8_t *pages, *tails;             /* device; owned unless they are the host's */
+    uint64_t *digests;                  /* owned, pinned: of pages, then of tails; NULL: none */
+    void *pinned[3];                    /* host memory the device knows of; NULL: not so */
+    uint64_t n_out;                     /* number of the last copy out */
+    _Atomic uint64_t landed;
     bool same; /* the host's pages and tails are the device's */
+    bool warned;
 };
 
-int work_cache_open(struct work_cache **out, struct kern_dev *dev,
-                    const struct kern_kv_layout *layout, void *host_pages, uint32_t n_pages,
-                    void *host_tails, uint32_t n_tails, struct tow_err *err)
+/* Slower without, not wrong; said once. */
+static void pin(struct work_cache *c, int which, void *p, size_t bytes)
+{
+    struct tow_err err = {0};
+    if (kern_dev_pin(c->cfg.dev, p, bytes, &err) == 0) {
+        c->pinned[which] = p;
+        return;
+    }
+    if (!c->warned) tow_warn("%s: pages move slower: %s", c->cfg.name, err.msg);
+    c->warned = true;
+}
+
+static size_t bytes_of_pages(const struct work_cache *c)
+{
+    return (size_t)c->cfg.n_pages * (size_t)c->cfg.layout->page_bytes;
+}
+static size_t bytes_of_tails(const struct work_cache *c)
+{
+    return (size_t)c->cfg.n_tails * (size_t)c->cfg.layout->tail_bytes;
+}
+
+static void pin_all(struct work_cache *c)
+{
+    const size_t each = 4096, n = (size_t)c->cfg.n_pages + c->cfg.n_tails;
+    const size_t bytes = (n * sizeof *c->digests + each - 1) / each * each;
+    pin(c, 0, c->cfg.host_pages, bytes_of_pages(c));
+    pin(c, 1, c->cfg.host_tails, bytes_of_tails(c));
+    c->digests = aligned_alloc(each, bytes);
+    if (c->digests) pin(c, 2, c->digests, bytes);
+    if (c->pinned[2]) return;
+    free(c->digests); /* the transport makes them */
+    c->digests = NULL;
+}
+
+static int digest(struct work_cache *c, const struct work_cache_parts *p)
+{
+    const uint32_t tail = p->tail ? (uint32_t)((size_t)(p->tail - (uint8_t *)c->cfg.host_tails) /
+                                               (size_t)c->cfg.layout->tail_bytes)
+                                  : 0;
+    const struct kern_pages pages = {.pool = c->pages,
+                                     .ids = p->ids,
+                                     .n = (int32_t)p->n,
+                                     .page_bytes = c->cfg.layout->page_bytes,
+                                     .digests = c->digests};
+    const struct kern_pages tails = {.pool = c->tails,
+                                     .ids = &tail,
+                                     .n = p->tail ? 1 : 0,
+                                     .page_bytes = c->cfg.layout->tail_bytes,
+                                     .digests = c->digests + c->cfg.n_pages};
+    const int rc = kern_stream_pages(c->second, &pages);
+    return rc < 0 ? rc : kern_stream_pages(c->second, &tails);
+}
+
+/* Takes the scratch that digests need, while memory may still be taken. */
+static int warm(struct work_cache *c, struct tow_err *err)
+{
+    const uint32_t page = 0;
+    const struct work_cache_parts p = {.ids = &page, .n = 1, .tail = c->cfg.host_tails};
+    int rc = c->digests ? digest(c, &p) : 0;
+    if (rc == 0) rc = kern_stream_sync(c->second);
+    return rc < 0 ? tow_fail(err, rc, "the device makes no digests: %s", tow_err_text(rc)) : 0;
+}
+
+static int open_apart(struct work_cache *c, struct tow_err *err)
+{
+    const size_t bytes = bytes_of_pages(c), more = bytes_of_tails(c);
+    int rc = kern_stream_open(&c->second, c->cfg.dev, err);
+    if (rc < 0) return rc;
+    c->pages = kern_dev_alloc(c->cfg.dev, bytes);
+    c->tails = kern_dev_alloc(c->cfg.dev, more);
+    if (!c->pages || !c->tails)
+        return tow_fail(
+            err, TOW_ENOMEM,
+            "--kv-pages %u: the device has no room for %zu MiB of pages and %zu MiB of tails",
+            c->cfg.n_pages, bytes >> 20, more >> 20);
+    pin_all(c);
+    return warm(c, err);
+}
+
+int work_cache_open(struct work_cache **out, const struct work_cache_config *cfg,
+                    struct tow_err *err)
 {
     struct work_cache *c = calloc(1, sizeof *c);
     if (!c) return tow_fail(err, TOW_ENOMEM, "cache: out of memory");
-    *c = (struct work_cache){.dev = dev,
-                             .stream = kern_dev_stream(dev),
-                             .layout = layout,
-                             .host_pages = host_pages,
-                             .host_tails = host_tails,
-                             .pages = host_pages,
-                             .tails = host_tails,
-                             .n_pages = n_pages,
-                             .same = kern_dev_host_memory(dev)};
-    if (!c->same) {
-        const size_t bytes = (size_t)n_pages * (size_t)layout->page_bytes,
-                     more = (size_t)n_tails * (size_t)layout->tail_bytes;
-        c->pages = kern_dev_alloc(dev, bytes);
-        c->tails = kern_dev_alloc(dev, more);
-        if (!c->pages || !c->tails) {
+    c->cfg = *cfg;
+    c->first = kern_dev_stream(cfg->dev);
+    c->same = kern_dev_host_memory(cfg->dev);
+    if (c->same) {
+        c->pages = cfg->host_pages;
+        c->tails = cfg->host_tails;
+    } else {
+        const int rc = open_apart(c, err);
+        if (rc < 0) {
             work_cache_close(c);
-            return tow_fail(
-                err, TOW_ENOMEM,
-                "--kv-pages %u: the device has no room for %zu MiB of pages and %zu MiB of "
-                "tails",
-                n_pages, bytes >> 20, more >> 20);
+            return rc;
         }
     }
     *out = c;
@@ -52,9 +130,12 @@ int work_cache_open(struct work_cache **out, struct kern_dev *dev,
 void work_cache_close(struct work_cache *c)
 {
     if (!c) return;
+    kern_stream_close(c->second);
+    for (int i = 0; i < 3; i++) kern_dev_unpin(c->cfg.dev, c->pinned[i]);
+    free(c->digests);
     if (!c->same) {
-        kern_dev_free(c->dev, c->pages);
-        kern_dev_free(c->dev, c->tails);
+        kern_dev_free(c->cfg.dev, c->pages);
+        kern_dev_free(c->cfg.dev, c->tails);
     }
     free(c);
 }
@@ -63,42 +144,80 @@ uint8_t *work_cache_pages(const struct work_cache *c)
 {
     return c->pages;
 }
+uint8_t *work_cache_tails(const struct work_cache *c)
+{
+    return c->tails;
+}
 uint32_t work_cache_capacity(const struct work_cache *c)
 {
-    return c->n_pages;
+    return c->cfg.n_pages;
 }
 uint8_t *work_cache_tail(const struct work_cache *c, const uint8_t *host_tail)
 {
-    return c->tails + (host_tail - c->host_tails);
+    return c->tails + (host_tail - (const uint8_t *)c->cfg.host_tails);
 }
 
-/* Pages first .. last-1 of the sequence, and its tail. */
-static int move(struct work_cache *c, const struct kern_seq *q, int64_t first, int64_t last,
-                bool tail, bool out)
+static int move(struct work_cache *c, const struct work_cache_parts *p, bool out)
 {
-    const int per = q->shadowed ? 2 : 1;
-    const size_t bytes = (size_t)c->layout->page_bytes, tail_bytes = (size_t)c->layout->tail_bytes;
+    const size_t bytes = (size_t)c->cfg.layout->page_bytes;
     int rc = 0;
-    for (int64_t i = first * per; i < last * per && rc == 0; i++) {
-        const size_t at = (size_t)q->page_ids[i] * bytes;
-        rc = out ? kern_stream_read(c->stream, c->host_pages + at, c->pages + at, bytes)
-                 : kern_stream_write(c->stream, c->pages + at, c->host_pages + at, bytes);
+    for (uint32_t i = 0, run; i < p->n && rc == 0; i += run) {
+        for (run = 1; i + run < p->n && p->ids[i + run] == p->ids[i] + run;) run++;
+        const size_t at = p->ids[i] * bytes;
+        uint8_t *host = (uint8_t *)c->cfg.host_pages + at, *dev = c->pages + at;
+        rc = out ? kern_stream_get(c->second, host, dev, run * bytes)
+                 : kern_stream_put(c->second, dev, host, run * bytes);
     }
-    if (!tail || rc < 0) return rc;
-    uint8_t *dev = work_cache_tail(c, q->tail);
-    return out ? kern_stream_read(c->stream, q->tail, dev, tail_bytes)
-               : kern_stream_write(c->stream, dev, q->tail, tail_bytes);
+    if (!p->tail || rc < 0) return rc;
+    const size_t at = (size_t)(p->tail - (const uint8_t *)c->cfg.host_tails);
+    const size_t tail_bytes = (size_t)c->cfg.layout->tail_bytes;
+    uint8_t *host = (uint8_t *)c->cfg.host_tails + at, *dev = c->tails + at;
+    return out ? kern_stream_get(c->second, host, dev, tail_bytes)
+               : kern_stream_put(c->second, dev, host, tail_bytes);
 }
 
-int work_cache_out(struct work_cache *c, const struct kern_seq *q, bool tail)
+static void on_landed(void *arg)
 {
-    if (c->same) return 0;
-    const int32_t pt = c->layout->page_tokens;
-    return move(c, q, q->pos0 / pt, kern_kv_pages_for(q->pos0 + q->n_rows, pt), tail, true);
+    struct work_cache *c = arg;
+    atomic_fetch_add(&c->landed, 1);
+    c->cfg.wake(c->cfg.wake_arg);
 }
 
-int work_cache_in(struct work_cache *c, const struct kern_seq *q)
+int work_cache_out(struct work_cache *c, const struct work_cache_parts *p, uint64_t *number)
 {
+    *number = 0;
     if (c->same) return 0;
-    return move(c, q, 0, kern_kv_pages_for(q->pos0, c->layout->page_tokens), true, false);
+    int rc = c->digests ? digest(c, p) : 0;
+    if (rc == 0) rc = move(c, p, true);
+    if (rc == 0) rc = kern_stream_tell(c->second, on_landed, c);
+    if (rc == 0) *number = ++c->n_out;
+    return rc;
+}
+
+uint64_t work_cache_landed(const struct work_cache *c)
+{
+    return atomic_load(&((struct work_cache *)(uintptr_t)c)->landed);
+}
+
+bool work_cache_page_digest(const struct work_cache *c, uint32_t id, uint64_t *out)
+{
+    if (!c->digests) return false;
+    *out = c->digests[id];
+    return true;
+}
+bool work_cache_tail_digest(const struct work_cache *c, const uint8_t *tail, uint64_t *out)
+{
+    if (!c->digests) return false;
+    *out = c->digests[c->cfg.n_pages + (size_t)(tail - (const uint8_t *)c->cfg.host_tails) /
+                                           (size_t)c->cfg.layout->tail_bytes];
+    return true;
+}
+
+int work_cache_in(struct work_cache *c, const struct work_cache_parts *p)
+{
+    return c->same ? 0 : move(c, p, false);
+}
+int work_cache_await(struct work_cache *c)
+{
+    return c->same ? 0 : kern_stream_await(c->first, c->second);
 }

@@ -35,18 +35,10 @@ struct work_engine {
     _Atomic uint64_t n_steps;
 };
 
-/* What the transport brought, or will take. */
-static int move_cache(struct work_engine *e, const struct work_step *step, bool after)
+static int await_pages(struct work_engine *e, const struct work_step *step)
 {
-    int rc = 0;
-    for (int32_t i = 0; i < step->n && rc == 0; i++) {
-        const struct work_item *it = &step->items[i];
-        if (after ? !it->depart : !it->arrive) continue;
-        rc = after ? work_cache_out(e->cache, &it->seq, it->sample)
-                   : work_cache_in(e->cache, &it->seq);
-    }
-    return rc < 0 ? tow_fail(step->err, rc, "engine: pages %s the device: %s",
-                             after ? "from" : "to", tow_err_text(rc))
+    const int rc = step->await ? work_cache_await(e->cache) : 0;
+    return rc < 0 ? tow_fail(step->err, rc, "engine: pages to the device: %s", tow_err_text(rc))
                   : 0;
 }
 
@@ -82,11 +74,10 @@ static void run(struct work_engine *e, struct work_step *step)
                             .pages = work_cache_pages(e->cache),
                             .n_pages = work_cache_capacity(e->cache)};
     step->rc = tow_fault("engine.step") ? tow_fail(step->err, TOW_EDEVICE, "engine: injected fault")
-                                        : move_cache(e, step, false);
+                                        : await_pages(e, step);
     if (step->rc == 0 && tow_fault("engine.memory"))
         step->rc = tow_fail(step->err, TOW_ENOMEM, "engine: injected lack of memory");
     if (step->rc == 0) step->rc = model_forward(e->model, &b, step->err);
-    if (step->rc == 0) step->rc = move_cache(e, step, true);
     if (step->rc < 0) return;
     for (int32_t i = 0, r = 0; i < step->n; i++)
         if (step->items[i].sample) step->items[i].choice = e->draws[r++].choice;

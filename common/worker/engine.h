@@ -31,8 +31,6 @@ struct work_item {
     int32_t n_output;
     uint64_t index;                      /* number of the token to draw in the whole answer */
     const struct model_capture *capture; /* what to rank of the last row, or NULL; borrowed */
-    bool arrive;                         /* its pages and tail are new from the transport */
-    bool depart; /* the transport will move the pages it changes; the tail too if it samples */
     /* result */
     struct kern_choice choice; /* its rc: 0, or why no token could be drawn */
     void *user;
@@ -40,7 +38,8 @@ struct work_item {
 
 struct work_step {
     struct work_item *items; /* [n] borrowed; rows together <= max_rows, samples <= max_samples */
-    int32_t n; /* 0: computes nothing; that it comes back shows that the thread is there */
+    int32_t n;  /* 0: computes nothing; that it comes back shows that the thread is there */
+    bool await; /* begins when what was copied in is there, see work_cache_in() */
     /* result */
     int rc;              /* not 0: the pass failed as a whole */
     struct tow_err *err; /* borrowed, may be NULL; filled when rc != 0 */

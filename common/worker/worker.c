@@ -62,7 +62,7 @@ struct work_own {
     struct router routers[MAX_ROUTERS];
     int n_routers;
     uint64_t next_owner;
-    struct net_wake *mover_wake, *engine_wake;
+    struct net_wake *mover_wake, *engine_wake, *cache_wake;
     struct net_timer *tick, *leave, *watchdog;
     struct net_status *status;
     struct tow_buf token; /* join token */
@@ -610,6 +610,12 @@ static void on_engine_wake(void *arg)
     }
 }
 
+static void on_cache_wake(void *arg)
+{
+    struct work *w = arg;
+    if (w->own->self && w->role->on_landed) w->role->on_landed(w->own->self);
+}
+
 /* Work shows by itself whether the engine lives; without any, an empty step does. */
 static void probe_engine(struct work *w, uint64_t now)
 {
@@ -886,6 +892,20 @@ static int warm_device(struct work *w, struct tow_err *err)
                : model_warm(w->model, rows, 1, context, err);
 }
 
+static int open_cache(struct work *w, struct tow_err *err)
+{
+    const struct work_cache_config c = {.name = w->name,
+                                        .dev = model_peek_dev(w->model),
+                                        .layout = w->layout,
+                                        .host_pages = kv_mover_area(w->mover, KV_AREA_PAGES),
+                                        .host_tails = kv_mover_area(w->mover, KV_AREA_TAILS),
+                                        .n_pages = w->n_pages,
+                                        .n_tails = w->n_tails,
+                                        .wake = net_wake_up,
+                                        .wake_arg = w->own->cache_wake};
+    return work_cache_open(&w->cache, &c, err);
+}
+
 static int start_all(struct work *w, struct tow_err *err)
 {
     struct work_own *o = w->own;
@@ -911,14 +931,12 @@ static int start_all(struct work *w, struct tow_err *err)
     if ((rc = net_loop_open(&w->loop, err)) < 0) return rc;
     if ((rc = net_wake_open(&o->mover_wake, w->loop, on_mover_wake, w, err)) < 0) return rc;
     if ((rc = net_wake_open(&o->engine_wake, w->loop, on_engine_wake, w, err)) < 0) return rc;
+    if ((rc = net_wake_open(&o->cache_wake, w->loop, on_cache_wake, w, err)) < 0) return rc;
     if ((rc = work_limits_threads(err)) < 0) return rc;
     if ((rc = open_mover(w, err)) < 0) return rc;
     /* UCX takes SIGBUS for itself when it starts. */
     if ((rc = model_weights_guard(err)) < 0) return rc;
-    if ((rc = work_cache_open(&w->cache, model_peek_dev(w->model), w->layout,
-                              kv_mover_area(w->mover, KV_AREA_PAGES), w->n_pages,
-                              kv_mover_area(w->mover, KV_AREA_TAILS), w->n_tails, err)) < 0)
-        return rc;
+    if ((rc = open_cache(w, err)) < 0) return rc;
     if ((rc = work_engine_open(&w->engine, w->model, w->cache, w->max_samples, net_wake_up,
                                o->engine_wake, err)) < 0)
         return rc;
@@ -952,9 +970,9 @@ static void stop_all(struct work *w)
     struct work_own *o = w->own;
     for (int i = 0; i < o->n_routers; i++) net_ctl_dialer_close(o->routers[i].dialer);
     net_status_close(o->status);
-    kv_mover_close(w->mover);
     work_engine_close(w->engine);
-    work_cache_close(w->cache);
+    work_cache_close(w->cache); /* the device knows the mover's memory */
+    kv_mover_close(w->mover);
     /* Closed connections report in the loop's last turns: they find no role then. */
     void *self = o->self;
     o->self = NULL;
@@ -965,6 +983,7 @@ static void stop_all(struct work *w)
     net_timer_close(o->watchdog);
     net_wake_close(o->mover_wake);
     net_wake_close(o->engine_wake);
+    net_wake_close(o->cache_wake);
     net_loop_free(w->loop);
     tow_metrics_free(w->metrics);
     model_close(w->model);

@@ -72,6 +72,24 @@ def test_used_pools(build):
         c.wait_idle()
 
 
+def test_memory_apart(build):
+    """A device whose memory is not the host's: pages are copied out and in beside the passes, and the answers are those of one whose
+    memory is; also when sequences end at their first token, or are given up on the way, and others take their pages."""
+    prompts = [token_ids(n, 11 * n) for n in (700, 1300, 257, 4, 520, 900)]
+    with Cluster(build, workers=["--kv-pages", "40"]) as c:
+        want = [ask(c, p) for p in prompts]
+    with Cluster(build, workers=["--kv-pages", "40", "--device", "apart:cpu"], prefill_args=["--chunk-tokens", "200"]) as c:
+        assert [ask(c, p) for p in prompts] == want
+        for seed in range(3):
+            short = [Job(c.post, "/v1/completions", prompt=token_ids(150 + 90 * i, 2000 + seed * 10 + i), max_tokens=1)
+                     for i in range(5)]
+            jobs = [Job(ask, c, p) for p in prompts]
+            assert [j.result() for j in jobs] == want, "round %d" % seed
+            assert all(j.result()[0] == 200 for j in short), "round %d" % seed
+        c.wait_idle()
+        assert c.decodes[0].metric("move_bad_digests_total") == 0
+
+
 def one_line(text, *parts):
     lines = [l for l in text.split("\n") if all(p in l for p in parts)]
     assert len(lines) == 1, "%d lines with %r in:\n%s" % (len(lines), parts, text)
@@ -269,5 +287,5 @@ def test_bad_settings(build):
 
 
 if __name__ == "__main__":
-    harness.main([test_equal_to_one_process, test_used_pools, test_mismatched_workers, test_join_token, test_ports,
+    harness.main([test_equal_to_one_process, test_used_pools, test_memory_apart, test_mismatched_workers, test_join_token, test_ports,
                   test_bad_settings], __doc__)
