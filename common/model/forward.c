@@ -83,7 +83,9 @@ struct model {
     float *inv_freq[2]; /* owned, device memory; as scratch.cos */
     struct scratch s;   /* owned, device memory */
     struct staging h;   /* owned */
-    bool host;          /* device memory is host memory */
+    float *scores;      /* [n_scores] owned, device memory: of captured rows; NULL: not warmed */
+    int64_t n_scores;
+    bool host; /* device memory is host memory */
 };
 
 /* ------------------------------------------------------------------ opening */
@@ -330,6 +332,7 @@ void model_close(struct model *m)
     if (!m) return;
     if (m->dev) {
         free_scratch(m);
+        kern_dev_free(m->dev, m->scores);
         kern_dev_close(m->dev);
     }
     free_staging(&m->h);
@@ -499,7 +502,8 @@ static void compress(struct pass *p, int32_t at, const struct model_compressor *
        .act = m->act);
 }
 
-/* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures. */
+/* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures. Until
+ * give_scores(). */
 static float *score_rows(struct pass *p, int32_t n_rows, int64_t *n)
 {
     int64_t most = 0;
@@ -509,9 +513,15 @@ static float *score_rows(struct pass *p, int32_t n_rows, int64_t *n)
     }
     *n = most;
     if (most == 0 || n_rows == 0) return NULL;
+    if (most * n_rows <= p->m->n_scores) return p->m->scores;
     float *scores = kern_dev_alloc(p->m->dev, (size_t)(most * n_rows) * sizeof(float));
     if (!scores && p->rc == 0) p->rc = TOW_ENOMEM;
     return scores;
+}
+
+static void give_scores(struct model *m, float *scores)
+{
+    if (scores != m->scores) kern_dev_free(m->dev, scores);
 }
 
 /* Whether sequence i is captured in this layer; MTP layers never are. */
@@ -661,7 +671,7 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     }
     tap(p, at, "index_selected", MODEL_ELEM_I32, m->s.selected, m->opt.max_topk);
     if (n_captured) capture(p, at, L, scores, n_scores, scored);
-    kern_dev_free(m->dev, scores);
+    give_scores(m, scores);
 }
 
 /* s.x -> s.y; at = place in the layout. */
@@ -1072,48 +1082,191 @@ int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
     return finish(&p, err);
 }
 
-int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
-               struct tow_err *err)
+/* ------------------------------------------------------------------ warming up */
+
+/* A pass over pages that hold nothing: every page of every sequence is the first of the pool. */
+struct rehearsal {
+    struct model *m;
+    uint8_t *pages, *tails; /* device, borrowed */
+    int32_t *ids, *rows;    /* owned, as the rest */
+    uint32_t *table;
+    struct kern_seq *seqs;
+    struct model_draw *draws;
+    const struct model_capture **captures;
+};
+
+static void on_rehearsed(void *ctx, const struct model_capture_row *row)
 {
-    if (m->host) return 0;
-    const int32_t T = n_seqs * n_rows;
-    const int32_t n_pages = (int32_t)kern_kv_pages_for(context, m->layout.page_tokens);
-    uint8_t *pages = kern_dev_alloc(m->dev, (size_t)m->layout.page_bytes);
-    uint8_t *tails = kern_dev_alloc(m->dev, (size_t)n_seqs * (size_t)m->layout.tail_bytes);
-    int32_t *ids = calloc((size_t)T, sizeof *ids), *rows = calloc((size_t)n_seqs, sizeof *rows);
-    uint32_t *table = calloc((size_t)n_pages, sizeof *table); /* page 0, over and over */
-    struct kern_seq *seqs = calloc((size_t)n_seqs, sizeof *seqs);
-    struct model_draw *draws = calloc((size_t)n_seqs, sizeof *draws);
-    int rc = pages && tails && ids && rows && table && seqs && draws
-                 ? 0
-                 : tow_fail(err, TOW_ENOMEM, "model: no memory for a pass of %d rows", T);
-    for (int32_t i = 0; i < n_seqs && rc == 0; i++) {
-        rows[i] = i * n_rows + n_rows - 1;
-        seqs[i] = (struct kern_seq){.row0 = i * n_rows,
-                                    .n_rows = n_rows,
-                                    .pos0 = context - n_rows,
-                                    .page_ids = table,
-                                    .n_pages = n_pages,
-                                    .tail = tails + (int64_t)i * m->layout.tail_bytes,
-                                    .topk = m->opt.max_topk};
+    (void)ctx, (void)row;
+}
+
+static int rehearsal_open(struct rehearsal *r, struct model *m, int32_t n_seqs, int32_t T,
+                          int64_t context, struct tow_err *err)
+{
+    /* Twice: a shadowed sequence has companions. */
+    const size_t n_pages = 2 * (size_t)kern_kv_pages_for(context, m->layout.page_tokens);
+    *r = (struct rehearsal){.m = m,
+                            .ids = calloc((size_t)T, sizeof *r->ids),
+                            .rows = calloc((size_t)n_seqs, sizeof *r->rows),
+                            .table = calloc(n_pages, sizeof *r->table),
+                            .seqs = calloc((size_t)n_seqs, sizeof *r->seqs),
+                            .draws = calloc((size_t)n_seqs, sizeof *r->draws),
+                            .captures = calloc((size_t)n_seqs, sizeof *r->captures)};
+    return r->ids && r->rows && r->table && r->seqs && r->draws && r->captures
+               ? 0
+               : tow_fail(err, TOW_ENOMEM, "model: no memory for a pass of %d rows", T);
+}
+static void rehearsal_close(struct rehearsal *r)
+{
+    free(r->ids);
+    free(r->rows);
+    free(r->table);
+    free(r->seqs);
+    free(r->draws);
+    free(r->captures);
+}
+
+/* n_seqs sequences of n_rows rows that end at context. A pass that is no step is never kept as a graph. */
+static int rehearse(struct rehearsal *r, int32_t n_seqs, int32_t n_rows, int64_t context,
+                    const struct model_capture *capture, bool step, struct tow_err *err)
+{
+    const struct model *m = r->m;
+    const bool shadowed = capture && capture->shadow;
+    const int64_t n_pages = kern_kv_pages_for(context, m->layout.page_tokens);
+    for (int32_t i = 0; i < n_seqs; i++) {
+        r->rows[i] = (i + 1) * n_rows - 1;
+        r->captures[i] = capture;
+        r->seqs[i] = (struct kern_seq){.row0 = i * n_rows,
+                                       .n_rows = n_rows,
+                                       .pos0 = context - n_rows,
+                                       .page_ids = r->table,
+                                       .n_pages = (int32_t)(shadowed ? 2 * n_pages : n_pages),
+                                       .tail = r->tails + i * m->layout.tail_bytes,
+                                       .topk = m->opt.max_topk,
+                                       .shadowed = shadowed};
     }
-    const struct model_batch b = {.ids = ids,
-                                  .T = T,
-                                  .seqs = seqs,
+    const struct model_batch b = {.ids = r->ids,
+                                  .T = n_seqs * n_rows,
+                                  .seqs = r->seqs,
                                   .n_seqs = n_seqs,
-                                  .pages = pages,
+                                  .pages = r->pages,
                                   .n_pages = 1,
-                                  .logit_rows = rows,
+                                  .logit_rows = r->rows,
                                   .n_logit_rows = n_seqs,
-                                  .draws = draws};
-    /* A second time as a graph, which takes memory too. */
-    for (int i = 0; i < 2 && rc == 0; i++) rc = model_forward(m, &b, err);
-    kern_dev_free(m->dev, pages);
-    kern_dev_free(m->dev, tails);
-    free(ids);
-    free(rows);
-    free(table);
-    free(seqs);
-    free(draws);
+                                  .draws = r->draws,
+                                  .captures = capture ? r->captures : NULL,
+                                  .last_layer = step ? 0 : m->w->shape.n_layers};
+    return model_forward(r->m, &b, err);
+}
+
+/* Scratch of an op is bounded by its rows, in proportion or less, with other bounds for other ranges of
+ * rows (few, many). It has a quarter more than was asked for, so that steps of a quarter meet all. */
+static int32_t next_count(int32_t n, int32_t most)
+{
+    const int32_t next = n < 4 ? n + 1 : n + n / 4;
+    return n < most && next > most ? most : next;
+}
+
+static int warm_counts(struct rehearsal *r, const struct model_warm *w, struct tow_err *err)
+{
+    const bool chunks = w->n_rows > 1;
+    const int32_t most = chunks ? w->n_rows : w->n_seqs;
+    int rc = 0;
+    for (int32_t n = 1; n <= most && rc == 0; n = next_count(n, most))
+        rc = rehearse(r, chunks ? 1 : n, chunks ? n : 1, n, NULL, false, err);
+    return rc;
+}
+
+/* The largest pass at the last position, and one row there. */
+static int warm_context(struct rehearsal *r, const struct model_warm *w, struct tow_err *err)
+{
+    const int rc = rehearse(r, w->n_seqs, w->n_rows, w->context, NULL, false, err);
+    return rc < 0 ? rc : rehearse(r, 1, 1, w->context, NULL, false, err);
+}
+
+/* Ranks are computed row by row: a few captured rows take what many take. */
+static int warm_captures(struct rehearsal *r, const struct model_warm *w, struct tow_err *err)
+{
+    enum { ROWS = 2 };
+    struct model *m = r->m;
+    int32_t entries[MODEL_CAPTURE_ENTRIES];
+    struct model_capture c = {.entries = entries,
+                              .n_entries = MODEL_CAPTURE_ENTRIES,
+                              .lists = true,
+                              .on_row = on_rehearsed};
+    for (int32_t i = 0; i < MODEL_CAPTURE_ENTRIES; i++) entries[i] = i;
+    const int32_t n = w->n_seqs < ROWS ? w->n_seqs : ROWS;
+    m->n_scores = w->context / 4 * w->n_seqs;
+    m->scores = kern_dev_alloc(m->dev, (size_t)(m->n_scores + 1) * sizeof *m->scores);
+    if (!m->scores) {
+        m->n_scores = 0;
+        return tow_fail(err, TOW_ENOMEM, "model: no device memory for scores of %d captures",
+                        w->n_seqs);
+    }
+    int rc = rehearse(r, n, w->n_rows, w->context, &c, false, err);
+    if (rc < 0 || m->layout.shadow_bytes == 0) return rc;
+    c.shadow = (1u << KERN_SHADOWS) - 1;
+    return rehearse(r, n, w->n_rows, w->context, &c, false, err);
+}
+
+static int32_t largest_step(int32_t n_seqs)
+{
+    return n_seqs < HEAD_ROWS ? n_seqs : HEAD_ROWS;
+}
+
+/* What the graphs of all steps will take: several are made and forgotten, since the driver takes memory in
+ * pieces of megabytes. */
+static int measure_graphs(struct rehearsal *r, int32_t n_seqs, uint64_t *bytes, struct tow_err *err)
+{
+    enum { TRIED = 16, PIECE = 8 << 20 };
+    struct kern_dev *dev = r->m->dev;
+    const int32_t most = largest_step(n_seqs), tried = most < TRIED ? most : TRIED;
+    int rc = 0;
+    for (int32_t n = most - tried + 1; n <= most && rc == 0; n++)
+        rc = rehearse(r, n, 1, 1, NULL, true, err);
+    const uint64_t before = kern_dev_free_bytes(dev);
+    for (int32_t n = most - tried + 1; n <= most && rc == 0; n++)
+        rc = rehearse(r, n, 1, 1, NULL, true, err);
+    const uint64_t after = kern_dev_free_bytes(dev);
+    kern_stream_forget(r->m->stream);
+    *bytes = ((before > after ? before - after : 0) + PIECE) * (uint64_t)most / (uint64_t)tried;
+    return rc;
+}
+
+int model_warm(struct model *m, const struct model_warm *w, uint64_t *later, struct tow_err *err)
+{
+    struct rehearsal r = {0};
+    *later = 0;
+    if (m->host) return 0;
+    int rc = rehearsal_open(&r, m, w->n_seqs, w->n_seqs * w->n_rows, w->context, err);
+    r.pages = kern_dev_alloc(m->dev, (size_t)m->layout.page_bytes);
+    r.tails = kern_dev_alloc(m->dev, (size_t)w->n_seqs * (size_t)m->layout.tail_bytes);
+    if (rc == 0 && (!r.pages || !r.tails))
+        rc = tow_fail(err, TOW_ENOMEM, "model: no device memory for %d tails", w->n_seqs);
+    /* The most first: what lists of sequences take has twice the room that was asked for first, which is
+     * what shadowed ones need. */
+    if (rc == 0) rc = warm_context(&r, w, err);
+    if (rc == 0) rc = warm_counts(&r, w, err);
+    if (rc == 0) rc = warm_captures(&r, w, err);
+    if (rc == 0) rc = measure_graphs(&r, w->n_seqs, later, err);
+    kern_dev_free(m->dev, r.pages);
+    kern_dev_free(m->dev, r.tails);
+    rehearsal_close(&r);
+    return rc;
+}
+
+int model_warm_steps(struct model *m, int32_t n_seqs, uint8_t *pages, uint8_t *tails,
+                     struct tow_err *err)
+{
+    struct rehearsal r = {0};
+    const int32_t most = largest_step(n_seqs);
+    if (m->host) return 0;
+    int rc = rehearsal_open(&r, m, most, most, 1, err);
+    r.pages = pages;
+    r.tails = tails;
+    /* The second time it becomes a graph, and runs as one. */
+    for (int32_t n = 1; n <= most; n++)
+        for (int i = 0; i < 2 && rc == 0; i++) rc = rehearse(&r, n, 1, 1, NULL, true, err);
+    rehearsal_close(&r);
     return rc;
 }

@@ -6,7 +6,8 @@
  * Owner    The engine thread (one at a time); nothing in here is shared.
  * Memory   Pages and tails are device memory (kern_dev_alloc of model_peek_dev()); all else in a batch is
  *          the host's. What a tap or a capture is told of is host memory.
- * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing (a capture may).
+ * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing. Scores for captures
+ *          are taken by model_warm(); without it, and for taps, a pass takes them for itself.
  *          The logits of a sequence are the same bits whatever the chunk size, the companions in
  *          the batch, the number of threads and the process it runs in.
  * Source   The model's specification; docs/numerics.md.
@@ -131,12 +132,22 @@ struct model_batch {
  * TOW_EINVAL (batch broken), TOW_EDEVICE. */
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err);
 
-/* Runs the largest pass that will be asked for, over pages that hold nothing: n_seqs sequences of n_rows
- * rows each that end at position context. All memory a device needs for passes is taken then, and what
- * is left may go to pages: no later pass can find it short. Nothing to do where device memory is host
- * memory, whose scratch is small. TOW_ENOMEM, TOW_EDEVICE. */
-int model_warm(struct model *m, int32_t n_seqs, int32_t n_rows, int64_t context,
-               struct tow_err *err);
+/* Before a device is sealed (kern_dev_seal), in this order; both do nothing where device memory is host
+ * memory, whose scratch is small.
+ *
+ * model_warm() takes all memory that passes of up to n_seqs sequences of up to n_rows rows each, and
+ * captures, will need at positions up to context, by running such passes over pages that hold nothing:
+ * one sequence where n_rows is above 1, else one row each. What is left, less *later, may go to pages.
+ * model_warm_steps() runs the decode steps of 1 .. n_seqs sequences, over pages and tails of the pool
+ * that nobody uses yet, so that each is kept as a graph; they take *later bytes.
+ * TOW_ENOMEM, TOW_EDEVICE. */
+struct model_warm {
+    int32_t n_seqs, n_rows;
+    int64_t context;
+};
+int model_warm(struct model *m, const struct model_warm *w, uint64_t *later, struct tow_err *err);
+int model_warm_steps(struct model *m, int32_t n_seqs, uint8_t *pages, uint8_t *tails,
+                     struct tow_err *err);
 
 /* Copies rows row0 .. row0+n-1 of the streams [T, hc, D] (act type) that left the last layer of the last
  * pass to host memory. 0, TOW_EDEVICE. */

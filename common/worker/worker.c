@@ -218,12 +218,13 @@ static uint64_t memory(const char *which)
 }
 
 /* Bytes that pages and tails may take: they lie in host memory, and on a device that has its own there as
- * well. 0: not known. */
-static uint64_t room_for_pages(const struct work *w)
+ * well, of which passes will take so much later. 0: not known. */
+static uint64_t room_for_pages(const struct work *w, uint64_t later)
 {
     const struct kern_dev *dev = model_peek_dev(w->model);
-    const uint64_t host = memory("MemAvailable"),
-                   device = kern_dev_host_memory(dev) ? host : kern_dev_free_bytes(dev);
+    const uint64_t host = memory("MemAvailable");
+    if (kern_dev_host_memory(dev)) return host;
+    const uint64_t all = kern_dev_free_bytes(dev), device = all > later ? all - later : 1;
     return device < host ? device : host;
 }
 
@@ -880,16 +881,34 @@ static int check_files(struct work *w, struct tow_err *err)
         NET_FILES_OWN + NET_FILES_PEER * MAX_PEERS + NET_FILES_STATUS + w->set.join.n, why, err);
 }
 
-/* What passes need of the device is taken before pages share the rest. */
-static int warm_device(struct work *w, struct tow_err *err)
+/* What passes need of the device is taken before pages share the rest; *later: of that, so much is still
+ * to be taken. */
+static int warm_device(struct work *w, uint64_t *later, struct tow_err *err)
 {
     int64_t context = model_peek_weights(w->model)->shape.max_positions;
     if (w->set.context_length && w->set.context_length < context) context = w->set.context_length;
     if (context > WIRE_MAX_TOKENS) context = WIRE_MAX_TOKENS;
     const bool one = w->max_samples == 1; /* prefill: one sequence's chunk; decode: a row of each */
-    int32_t rows = one && context < w->max_rows ? (int32_t)context : w->max_rows;
-    return one ? model_warm(w->model, 1, rows, context, err)
-               : model_warm(w->model, rows, 1, context, err);
+    const int32_t rows = one && context < w->max_rows ? (int32_t)context : w->max_rows;
+    const struct model_warm warm = {
+        .n_seqs = one ? 1 : rows, .n_rows = one ? rows : 1, .context = context};
+    return model_warm(w->model, &warm, later, err);
+}
+
+/* The last that takes memory of the device. */
+static int seal_device(struct work *w, struct tow_err *err)
+{
+    struct kern_dev *dev = model_peek_dev(w->model);
+    int rc = model_warm_steps(w->model, w->max_samples, work_cache_pages(w->cache),
+                              work_cache_tails(w->cache), err);
+    if (rc < 0) return rc;
+    if (*kern_dev_why(dev)) tow_warn("%s: decode steps are slower: %s", w->name, kern_dev_why(dev));
+    rc = kern_dev_seal(dev);
+    if (rc < 0) return tow_fail(err, rc, "device: %s", tow_err_text(rc));
+    if (!kern_dev_host_memory(dev))
+        tow_info("%s: %llu MiB of the device stay free; passes take no more than they have now",
+                 w->name, (unsigned long long)(kern_dev_free_bytes(dev) >> 20));
+    return 0;
 }
 
 static int open_cache(struct work *w, struct tow_err *err)
@@ -922,10 +941,11 @@ static int start_all(struct work *w, struct tow_err *err)
              (unsigned long long)(rep->file_bytes >> 20),
              rep->mtp_absent ? ", MTP absent: drafts off" : "",
              kern_dev_isa(model_peek_dev(w->model)), kern_dev_threads(model_peek_dev(w->model)));
-    rc = warm_device(w, err);
+    uint64_t later = 0;
+    rc = warm_device(w, &later, err);
     if (rc == 0)
-        rc = plan_pool(w, model_peek_weights(w->model)->shape.max_positions, room_for_pages(w),
-                       "free", err);
+        rc = plan_pool(w, model_peek_weights(w->model)->shape.max_positions,
+                       room_for_pages(w, later), "free", err);
     if (rc < 0) return rc;
     collect_facts(w);
     if ((rc = net_loop_open(&w->loop, err)) < 0) return rc;
@@ -937,6 +957,7 @@ static int start_all(struct work *w, struct tow_err *err)
     /* UCX takes SIGBUS for itself when it starts. */
     if ((rc = model_weights_guard(err)) < 0) return rc;
     if ((rc = open_cache(w, err)) < 0) return rc;
+    if ((rc = seal_device(w, err)) < 0) return rc;
     if ((rc = work_engine_open(&w->engine, w->model, w->cache, w->max_samples, net_wake_up,
                                o->engine_wake, err)) < 0)
         return rc;

@@ -1,21 +1,24 @@
 #!/bin/sh
-# Three processes with both workers on the device answer as three processes on the CPU do, greedily.
-# usage: tests/gpu/cluster.sh BUILD_DIR      (exit 77: no device)
+# Three processes with both workers on the device answer as three processes on the CPU do, greedily; and with
+# bf16 index keys a prompt of 32K tokens finds the memory that was planned for it.
+# usage: tests/gpu/cluster.sh BUILD_DIR      (TOW_TEST_DEVICE: cuda:0; exit 77: no device)
 cd "$(dirname "$0")/../.." || exit 1
 B=$1
+D=${TOW_TEST_DEVICE:-cuda:0}
 export TOW_BIN=$B/bin
 M=deploy/demo-model
 work=$(mktemp -d) || exit 1
 trap 'TOW_RUN=$work/run sh deploy/local.sh down >/dev/null 2>&1; rm -rf "$work"' EXIT
 
-"$TOW_BIN/towpath-ctl" eval --model $M --device cuda:0 --tokens /dev/null --out "$work/x" 2>"$work/why"
+"$TOW_BIN/towpath-ctl" eval --model $M --device "$D" --tokens /dev/null --out "$work/x" 2>"$work/why"
 if grep -q 'no CUDA' "$work/why"; then
     cat "$work/why"
     exit 77
 fi
 
+free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 ask() { # DEVICE OUT
-    port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+    port=$(free_port)
     TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" -- --device "$1" --kv-pages 64 \
         --context-length 8192 || { cat "$work"/run/*.log; exit 1; }
     : >"$2"
@@ -26,9 +29,26 @@ ask() { # DEVICE OUT
     TOW_RUN=$work/run sh deploy/local.sh down >/dev/null
 }
 ask cpu "$work/cpu"
-ask cuda:0 "$work/cuda"
+ask "$D" "$work/cuda"
 if ! [ -s "$work/cpu" ] || ! cmp "$work/cpu" "$work/cuda"; then
     echo "the CPU said:"; cat "$work/cpu"; echo "the device said:"; cat "$work/cuda"
     exit 1
 fi
 cat "$work/cuda"
+
+# Half of the context that was planned for, twice beside each other.
+port=$(free_port)
+TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" -- --device "$D" --index-keys bf16 \
+    --memory-fraction 0.05 --context-length 65536 --chunk-tokens 4096 || { cat "$work"/run/*.log; exit 1; }
+long() { # OUT
+    "$TOW_BIN/towpath-ctl" chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 24 --stats \
+        "key: alpha-7731, owner: Lena. $(seq -s ' ' 1 8600) What is the key? Answer with the key alone." >"$1" 2>"$1.stats"
+}
+long "$work/long1" & other=$!
+long "$work/long2" || { cat "$work"/long2.stats "$work"/run/*.log; exit 1; }
+wait $other || { cat "$work"/long1.stats "$work"/run/*.log; exit 1; }
+cat "$work/long2" "$work/long2.stats"
+grep -h 'stay free' "$work"/run/*.log
+n=$(sed -n 's/^prompt \([0-9]*\) tokens.*/\1/p' "$work/long2.stats")
+[ "${n:-0}" -ge 32000 ] || { echo "the prompt had $n tokens, not 32000"; exit 1; }
+[ -s "$work/long2" ] && cmp "$work/long1" "$work/long2" || { echo "one said:"; cat "$work/long1"; exit 1; }
