@@ -27,7 +27,7 @@ int kern_pages_cuda(struct kern_stream *s, const struct kern_pages *p);
 #include <string.h>
 
 enum {
-    STAGING_BYTES = 8 << 20, /* a pass writes kilobytes; pages that arrive fill it and wait */
+    STAGING_BYTES = 8 << 20, /* a pass writes kilobytes; what is longer fills it and waits */
     READ_BYTES = 1 << 20,    /* most that a read copies twice */
     ALIGN = 256,             /* what cudaMalloc gives, and kernels' widest vectors want */
     SMALL_BYTES = 64 << 10   /* most that cuda_send() carries in a served process: lists of rows */
