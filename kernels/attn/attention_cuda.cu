@@ -1,6 +1,9 @@
 /* kernels/attn/attention_cuda.cu - attention of each row over its window and its compressed entries.
  *
- * A CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed order (window
+ * The model's width has kernels of its own on sm_90a, attention_wgmma_cuda.cu and, where rows are few,
+ * attention_few_cuda.cu. Here are a tiled kernel for other widths and for sm_120, and a plain one for any types.
+ *
+ * Tiled: a CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed order (window
  * ascending, then entries ascending): rows are gathered from the batch, the ring or the pages and
  * widened to bf16 in shared memory, exactly; as keys are values, one tile serves both products. Weights
  * are rounded against the final maximum, as the twin's are, so there are two passes:
@@ -9,18 +12,14 @@
  *   second  from the last tile, which is still there, to the first: weights exp(s - max), rounded to
  *           bf16, times the tile; the output in registers, each warp its own columns
  * Scores of more than KEPT keys are computed again. The next tile's codes are on their way meanwhile.
- * Rejected: a running maximum, one pass. It reads keys once, but rounds weights against other maxima
- * than the twin, and a third of the outputs then differ in the last bit.
  *
  * The order of a row's sums depends on its own keys and the width alone: how many heads share a CTA
  * (all of 64 in prefill; 16 where rows are few, so that more CTAs work) changes no bit.
- * Activations in f32 and keys that are no bf16 numbers take the plain kernel: the twin's orders but for
- * the scores.
- * Bound: the matrix unit, and widening codes about half of that.
+ * Activations in f32, keys that are no bf16 numbers and arrays that are not aligned take the plain kernel: the
+ * twin's orders but for the scores.
  */
+#include "kernels/attn/attention.cuh"
 #include "kernels/attn/widen.cuh"
-#include "kernels/cuda/cuda.cuh"
-#include "kernels/cuda/kv.cuh"
 #include "kernels/cuda/mma.cuh"
 
 enum {
@@ -32,77 +31,18 @@ enum {
     PLAIN_EACH = 32, /* columns of a thread there: widths to 8192 */
 };
 
-struct job {
-    const void *q, *kv;
-    const float *sink;
-    void *o;
-    struct cuda_kv k;
-    struct cuda_batch b;
-    const int32_t *selected, *n_selected;
-    int64_t sel_ld;
-    int32_t T, H;
-    float scale;
-    enum kern_dtype act;
-};
-
-/* One row's keys. */
-struct keys {
-    struct cuda_seq q;
-    int64_t from; /* window: positions from this on */
-    int32_t n_window, n;
-    const int32_t *selected; /* entries, or NULL: 0, 1, ... */
-};
-/* False: row t belongs to no sequence. */
-static __device__ __forceinline__ bool keys_of(const struct job &j, int32_t t, struct keys *ks)
-{
-    const int32_t i = j.b.row_seq[t];
-    if (i < 0) return false;
-    ks->q = j.b.seqs[i];
-    const int64_t pos = ks->q.pos0 + (t - ks->q.row0);
-    ks->from = pos - j.k.window + 1 > 0 ? pos - j.k.window + 1 : 0;
-    ks->n = ks->n_window = (int32_t)(pos - ks->from + 1);
-    ks->selected = NULL;
-    if (j.k.y.ratio && j.selected) {
-        ks->selected = j.selected + t * j.sel_ld;
-        ks->n += j.n_selected[t];
-    } else if (j.k.y.ratio) {
-        ks->n += (int32_t)((pos + 1) / j.k.y.ratio);
-    }
-    return true;
-}
-
-/* Where key i lies: row `row` of a stored part of `n` rows, or of the batch's kv (n = 0). */
-struct place {
-    const uint8_t *part;
-    int64_t row;
-    int32_t n;
-};
-static __device__ __forceinline__ struct place place_of(const struct job &j, const struct keys &ks,
-                                                        int32_t i)
-{
-    if (i < ks.n_window) {
-        const int64_t pos = ks.from + i;
-        if (pos >= ks.q.pos0) return {(const uint8_t *)j.kv, ks.q.row0 + (pos - ks.q.pos0), 0};
-        return {ks.q.tail + j.k.y.window_off, (uint32_t)pos % (uint32_t)j.k.window, j.k.window};
-    }
-    /* Positions and entries are below 2^31: short divisions. */
-    const uint32_t e = (uint32_t)(ks.selected ? ks.selected[i - ks.n_window] : i - ks.n_window);
-    const uint32_t per_page = (uint32_t)j.k.y.per_page;
-    const int64_t page = ks.q.page_ids[(int64_t)(e / per_page) * ks.q.page_step];
-    return {j.k.pages + page * j.k.page_bytes + j.k.y.main_off, e % per_page, j.k.y.per_page};
-}
-
 /* ------------------------------------------------------------------ any types, in f32 */
 
-static __device__ __forceinline__ float key_at(const struct job &j, const struct place &at,
-                                               int32_t c)
+static __device__ __forceinline__ float key_at(const struct attn_job &j,
+                                               const struct attn_place &at, int32_t c)
 {
     if (at.n == 0) return dev_load(at.part, at.row * j.k.d + c, j.act);
     return dev_kv_at(j.k, at.part, at.n, at.row, c);
 }
 
 /* The score of a key, the same in all lanes of the warp. */
-static __device__ float score_of(const struct job &j, const struct place &at, int64_t q0, int lane)
+static __device__ float score_of(const struct attn_job &j, const struct attn_place &at, int64_t q0,
+                                 int lane)
 {
     float dot = 0.0f;
     for (int32_t c = lane; c < j.k.d; c += 32)
@@ -110,25 +50,26 @@ static __device__ float score_of(const struct job &j, const struct place &at, in
     return dev_warp_sum(dot) * j.scale;
 }
 
-static __global__ void __launch_bounds__(THREADS) plain_kernel(const __grid_constant__ struct job j)
+static __global__ void __launch_bounds__(THREADS)
+    plain_kernel(const __grid_constant__ struct attn_job j)
 {
-    __shared__ struct place at[PLAIN_KEYS];
+    __shared__ struct attn_place at[PLAIN_KEYS];
     __shared__ float weight[PLAIN_KEYS], warp_max[WARPS];
     const int32_t t = blockIdx.x / j.H, h = blockIdx.x % j.H, d = j.k.d;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t q0 = ((int64_t)t * j.H + h) * d;
-    struct keys ks;
-    if (!keys_of(j, t, &ks)) return;
+    struct attn_keys ks;
+    if (!attn_keys_of(j, t, &ks)) return;
     float max = -kern_float(0x7f800000u), sum = 0.0f, o[PLAIN_EACH] = {};
     for (int32_t i = warp; i < ks.n; i += WARPS)
-        max = fmaxf(score_of(j, place_of(j, ks, i), q0, lane), max); /* passes over NaN */
+        max = fmaxf(score_of(j, attn_place_of(j, ks, i), q0, lane), max); /* passes over NaN */
     if (lane == 0) warp_max[warp] = max;
     __syncthreads();
     for (int w = 0; w < WARPS; w++) max = fmaxf(warp_max[w], max);
     for (int32_t k0 = 0; k0 < ks.n; k0 += PLAIN_KEYS) {
         const int n = ks.n - k0 < PLAIN_KEYS ? ks.n - k0 : PLAIN_KEYS;
         for (int i = warp; i < n; i += WARPS) {
-            const struct place a = place_of(j, ks, k0 + i);
+            const struct attn_place a = attn_place_of(j, ks, k0 + i);
             const float w = expf(score_of(j, a, q0, lane) - max);
             if (lane == 0) {
                 at[i] = a;
@@ -176,11 +117,11 @@ struct source {
     const uint8_t *row; /* NULL: past the last key */
     const uint8_t *scales;
 };
-static __device__ __forceinline__ struct source source_of(const struct job &j,
-                                                          const struct keys &ks, int32_t i)
+static __device__ __forceinline__ struct source source_of(const struct attn_job &j,
+                                                          const struct attn_keys &ks, int32_t i)
 {
     if (i >= ks.n) return {NULL, NULL};
-    const struct place a = place_of(j, ks, i);
+    const struct attn_place a = attn_place_of(j, ks, i);
     const int32_t d = j.k.d, rd = j.k.rd;
     if (a.n == 0 || j.k.kv_fmt == KERN_KV_BF16) return {a.part + a.row * d * 2, NULL};
     const int32_t scales = ((d - rd) / 64 + 7) / 8 * 8;
@@ -360,7 +301,7 @@ static __device__ __forceinline__ float score_in(const float *s, int h, int k, i
 
 template <int MT, int TK, int D, int RD>
 static __global__ void __launch_bounds__(THREADS, MT == 4 ? 1 : 2)
-    tiled_kernel(const __grid_constant__ struct job j, int32_t groups, float *scratch)
+    tiled_kernel(const __grid_constant__ struct attn_job j, int32_t groups, float *scratch)
 {
     using sh = shape<MT, TK, D, RD>;
     constexpr int HEADS = sh::HEADS, PAIRS = sh::PAIRS, ROWS = sh::ROWS, E = sh::EACH;
@@ -378,8 +319,8 @@ static __global__ void __launch_bounds__(THREADS, MT == 4 ? 1 : 2)
 
     for (int32_t item = blockIdx.x; item < j.T * groups; item += gridDim.x) {
         const int32_t t = item / groups, h0 = item % groups * HEADS;
-        struct keys ks;
-        if (!keys_of(j, t, &ks)) continue;
+        struct attn_keys ks;
+        if (!attn_keys_of(j, t, &ks)) continue;
         const int32_t tiles = (ks.n + TK - 1) / TK;
         const bool keep = ks.n <= KEPT;
 
@@ -517,7 +458,7 @@ static __global__ void __launch_bounds__(THREADS, MT == 4 ? 1 : 2)
 }
 
 template <int MT, int TK, int D, int RD>
-static void launch(struct kern_stream *s, const struct job *j)
+static void launch(struct kern_stream *s, const struct attn_job *j)
 {
     using sh = shape<MT, TK, D, RD>;
     const int32_t groups = (int32_t)cuda_ceil(j->H, sh::HEADS);
@@ -531,17 +472,29 @@ static void launch(struct kern_stream *s, const struct job *j)
         <<<(unsigned)(items < room ? items : room), THREADS, sh::bytes(j->k.d), s->cu>>>(*j, groups,
                                                                                          scratch);
 }
-template <int D, int RD> static void launch_width(struct kern_stream *s, const struct job *j)
+static void launch_tiled(struct kern_stream *s, const struct attn_job *j)
 {
-    if (s->arch == 120) /* 99 KiB of shared memory */
-        launch<2, 32, D, RD>(s, j);
+    if (s->arch == 120 && j->k.d == 512 && j->k.rd == 64)
+        launch<2, 32, 512, 64>(s, j); /* 99 KiB of shared memory */
+    else if (s->arch == 120)
+        launch<2, 32, 0, 0>(s, j);
     else if (j->H <= 16 || (int64_t)j->T * cuda_ceil(j->H, 64) * 2 <= s->n_sm)
-        launch<1, 64, D, RD>(s, j);
+        launch<1, 64, 0, 0>(s, j);
     else
-        launch<4, 64, D, RD>(s, j);
+        launch<4, 64, 0, 0>(s, j);
 }
 
-static bool tiles_fit(const struct job *j)
+static bool aligned(const struct attn_job *j)
+{
+    return (((uintptr_t)j->q | (uintptr_t)j->kv | (uintptr_t)j->o | (uintptr_t)j->k.pages) & 15) ==
+           0;
+}
+/* Clusters for each 16 heads of a row find room at once, or nearly so. */
+static bool few_rows(const struct kern_stream *s, const struct attn_job *j)
+{
+    return j->T * cuda_ceil(j->H, 16) * 8 <= 2 * s->n_sm;
+}
+static bool tiles_fit(const struct attn_job *j)
 {
     const int32_t d = j->k.d, rd = j->k.rd;
     if (j->act != KERN_BF16 || j->k.kv_fmt == KERN_KV_F32 || d % 16 || d > MAX_WIDTH) return false;
@@ -550,7 +503,7 @@ static bool tiles_fit(const struct job *j)
 
 extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_attention *p)
 {
-    struct job j = {};
+    struct attn_job j = {};
     if (p->T == 0 || p->n_seqs == 0) return 0;
     int rc = cuda_batch_of(s, p->seqs, p->n_seqs, &j.b);
     if (rc < 0) return rc;
@@ -567,11 +520,13 @@ extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_atte
     j.scale = p->scale;
     j.act = p->act;
     if (j.T == 0) return cuda_done(s, "attention");
-    if (!tiles_fit(&j))
+    if (!tiles_fit(&j) || !aligned(&j))
         plain_kernel<<<(unsigned)(j.T * j.H), THREADS, 0, s->cu>>>(j);
-    else if (j.k.d == 512 && j.k.rd == 64)
-        launch_width<512, 64>(s, &j);
+    else if (s->arch != 90 || j.k.d != 512 || j.k.rd != 64)
+        launch_tiled(s, &j);
+    else if (few_rows(s, &j))
+        attention_few(s, &j);
     else
-        launch_width<0, 0>(s, &j);
+        attention_wgmma(s, &j);
     return cuda_done(s, "attention");
 }

@@ -40,6 +40,21 @@ static __device__ __forceinline__ uint4 dev_mul_bf16x8(const uint4 &a, uint32_t 
     return make_uint4(dev_mul_bf16x2(a.x, scale2), dev_mul_bf16x2(a.y, scale2),
                       dev_mul_bf16x2(a.z, scale2), dev_mul_bf16x2(a.w, scale2));
 }
+/* Sixteen e4m3 codes, none of them NaN, times 2^(scale - 127), scale up to 127 + 7: one product each. */
+static __device__ __forceinline__ void dev_e4m3x16_times(const uint4 &codes, uint32_t scale,
+                                                         uint4 *lo, uint4 *hi)
+{
+    const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
+    const uint32_t factor = dev_twice((scale + 120) << 7);
+    uint32_t r[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint32_t x = __byte_perm(w[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
+        r[i] = dev_mul_bf16x2((x & 0x80008000u) | ((x >> 4) & 0x07f007f0u), factor);
+    }
+    *lo = make_uint4(r[0], r[1], r[2], r[3]);
+    *hi = make_uint4(r[4], r[5], r[6], r[7]);
+}
 /* Both halves 2^(code - 127). */
 static __device__ __forceinline__ uint32_t dev_ue8m0_bf16x2(uint8_t code)
 {

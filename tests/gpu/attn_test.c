@@ -353,8 +353,8 @@ static void attend(struct kern_dev *dev, const struct world *w, int layer, const
 
 static void attention_rows(enum kern_kv_fmt kv, int layer)
 {
-    /* Rows of their own, then a chunk whose window reaches back to the ring. More rows than half the
-     * multiprocessors: 64 heads share a CTA; alone each CTA has 16. */
+    /* Rows of their own, then a chunk whose window reaches back to the ring. So many rows take a CTA for
+     * 64 heads each; alone a row is spread over many. */
     static const int32_t pos[] = {0,     1,      2,      3,      62,     63,         64,
                                   65,    126,    127,    128,    129,    191,        255,
                                   256,   511,    512,    639,    2047,   2048,       65535,
@@ -392,7 +392,8 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
             err += (x - y) * (x - y), mag += y * y, off += x != y;
         }
         const double rms = sqrt(err / mag);
-        if (!(rms <= 1e-3)) fail_msg("layer %d, row %d: rms %g", layer, t, rms);
+        /* Weights are rounded against other numbers than the CPU's (docs/numerics.md). */
+        if (!(rms <= 4e-3)) fail_msg("layer %d, row %d: rms %g", layer, t, rms);
         worst = fmax(worst, rms);
     }
     print_message("attention, format %d, ratio %d: rms at most %.1e, %.4f of outputs differ\n",
@@ -407,6 +408,79 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
                          r.o[(size_t)t * H * D + i]);
     }
     free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(want), free(alone);
+    world_close(&w);
+}
+/* Outputs of a call are the CPU's within `bound` (rms of each row), NaN in the same places. */
+static void check_near(const uint16_t *got, const uint16_t *want, int T, double bound)
+{
+    for (int t = 0; t < T; t++)
+        for (int h = 0; h < H; h++) {
+            double err = 0, mag = 0;
+            for (int i = 0; i < D; i++) {
+                const size_t at = ((size_t)t * H + h) * D + i;
+                const double x = (double)kern_bf16_decode(got[at]);
+                const double y = (double)kern_bf16_decode(want[at]);
+                if (isnan(x) != isnan(y))
+                    fail_msg("row %d, head %d, %d: %g, not %g", t, h, i, x, y);
+                if (isfinite(y)) err += (x - y) * (x - y), mag += y * y;
+            }
+            if (!(err <= bound * bound * mag))
+                fail_msg("row %d, head %d: rms %g", t, h, sqrt(err / mag));
+        }
+}
+/* Codes of NaN, scales at both ends, lists with nothing behind them, rows of no sequence: few
+ * rows and many. */
+static void test_attention__odd_keys_are_near_the_cpu(void **state)
+{
+    enum { T = 40, POS = 5000 };
+    struct world w;
+    struct rows r = {.q = malloc((size_t)T * H * D * 2),
+                     .kv = malloc((size_t)T * D * 2),
+                     .sel = malloc((size_t)T * 512 * 4),
+                     .n_sel = malloc(T * 4)};
+    uint16_t *got = malloc((size_t)T * H * D * 2), *want = malloc((size_t)T * H * D * 2);
+    (void)state;
+    world_open(&w, KERN_KV_FP8, KERN_IK_FP8);
+    const struct kern_kv_layer *y = &w.l.layer[C4];
+    /* Of page 0, which all sequences begin with: a NaN code, a NaN scale, the largest scale that is finite,
+     * the smallest, and in the ring the same. */
+    uint8_t *part = w.pages + (int64_t)w.ids[0] * w.l.page_bytes + y->main_off;
+    uint8_t *ring = w.tail + y->window_off;
+    const int64_t row = D + RD;
+    part[3 * row + 70] = 0x7f, part[4 * row + 447] = 0xff;
+    part[y->per_page * row + 5 * 8 + 2] = 255;
+    for (int i = 0; i < 7; i++) {
+        part[y->per_page * row + 6 * 8 + i] = 0;
+        part[y->per_page * row + 7 * 8 + i] = 135; /* 2^8 */
+    }
+    memset(ring + 9 * row + 64, 0x7f, 16);
+    fill(r.q, (size_t)T * H * D, 0.05f);
+    fill(r.kv, (size_t)T * D, 2);
+    for (int h = 0; h < H; h++) r.sink[h] = rnd();
+    for (int t = 0; t < T; t++) { /* odd rows list one of the odd entries, some nothing */
+        r.n_sel[t] = t % 5 == 4 ? 0 : 60 + t;
+        for (int i = 0; i < 512; i++) r.sel[t * 512 + i] = i < r.n_sel[t] ? 8 + i : -1;
+        if (t % 2 && r.n_sel[t]) r.sel[t * 512] = 3 + t / 2 % 5;
+    }
+    /* Ring slot 9 is position 4873, which only rows up to 5000 see. */
+    const struct kern_seq all = seq_at(&w, 0, T, POS, 512);
+    attend(gpu, &w, C4, &r, 0, T, &all, 1, got);
+    attend(cpu, &w, C4, &r, 0, T, &all, 1, want);
+    check_near(got, want, T, 8e-3);
+    for (int t = 0; t < T; t += 7) {
+        const struct kern_seq one = seq_at(&w, 0, 1, POS, 512);
+        attend(gpu, &w, C4, &r, t, 1, &one, 1, got);
+        attend(cpu, &w, C4, &r, t, 1, &one, 1, want);
+        check_near(got, want, 1, 8e-3);
+    }
+    /* The middle row of three belongs to nobody. */
+    const struct kern_seq apart[2] = {seq_at(&w, 0, 1, 77, 512), seq_at(&w, 2, 1, 200, 512)};
+    r.n_sel[0] = r.n_sel[2] = 1, r.sel[0] = r.sel[2 * 512] = 8;
+    attend(gpu, &w, C4, &r, 0, 3, apart, 2, got);
+    attend(cpu, &w, C4, &r, 0, 3, apart, 2, want);
+    check_near(got, want, 1, 8e-3);
+    check_near(got + 2 * H * D, want + 2 * H * D, 1, 8e-3);
+    free(r.q), free(r.kv), free(r.sel), free(r.n_sel), free(got), free(want);
     world_close(&w);
 }
 static void test_attention__any_length_is_near_the_cpu(void **state)
@@ -431,6 +505,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_index_select__a_row_alone_gives_the_same_bits),
         cmocka_unit_test(test_index_rank__odd_scores_have_the_ranks_of_a_count),
         cmocka_unit_test(test_attention__any_length_is_near_the_cpu),
+        cmocka_unit_test(test_attention__odd_keys_are_near_the_cpu),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("gpu/attn", tests, NULL, NULL);

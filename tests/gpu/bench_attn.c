@@ -1,6 +1,6 @@
 /* tests/gpu/bench_attn.c - index queries, selection and attention at the shapes of V4-Flash.
  *
- * Goals are those for one H200. usage: bench_attn [PART OF A NAME] [cuda:N]
+ * Goals are those for one H200. usage: bench_attn [PART OF A NAME, or of an attention's shape] [cuda:N]
  */
 #include "tests/gpu/bench.h"
 
@@ -178,9 +178,9 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
     static const char *const names[] = {"c4", "c128", "window"};
     struct world w;
     char shape[64];
-    if (!bench_wants(b, "attention")) return;
-    world_open(&w, b, KERN_IK_FP8, B, n_rows, context);
     snprintf(shape, sizeof shape, "%s, %d x %d at %d", names[layer], B, n_rows, context);
+    if (!bench_wants(b, "attention") && !bench_wants(b, shape)) return;
+    world_open(&w, b, KERN_IK_FP8, B, n_rows, context);
     const double T = w.T;
     double keys = 0;
     int32_t *sel = malloc((size_t)w.T * TOPK * 4), *n_sel = malloc((size_t)w.T * 4);
@@ -218,6 +218,8 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
     /* Keys that rows share are read once: where a chunk's rows choose, all of them are. */
     const double entries = layer == WINDOW ? 0 : context / (layer == C4 ? 4.0 : 128.0);
     const double read = n_rows == 1 ? keys : B * (entries + 128 + n_rows);
+    const char *only = b->only;
+    b->only = NULL;
     bench_run(b, &(struct bench_case){.name = "attention",
                                       .shape = shape,
                                       .call = call_attention,
@@ -226,6 +228,7 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
                                       .flops = 4.0 * H * D * keys,
                                       .flops_second = BENCH_BF16_FLOPS,
                                       .goal = goal});
+    b->only = only;
     world_close(&w);
 }
 

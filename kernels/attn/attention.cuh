@@ -1,0 +1,78 @@
+/* kernels/attn/attention.cuh - what the attention kernels share: a row's keys, in their order, and where
+ * each of them lies. */
+#ifndef KERN_ATTN_ATTENTION_CUH
+#define KERN_ATTN_ATTENTION_CUH
+
+#include "kernels/cuda/cuda.cuh"
+#include "kernels/cuda/kv.cuh"
+
+struct attn_job {
+    const void *q, *kv;
+    const float *sink;
+    void *o;
+    struct cuda_kv k;
+    struct cuda_batch b;
+    const int32_t *selected, *n_selected;
+    int64_t sel_ld;
+    int32_t T, H;
+    float scale;
+    enum kern_dtype act;
+};
+
+/* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and 64 bf16 values, aligned. */
+void attention_wgmma(struct kern_stream *s, const struct attn_job *j);
+void attention_few(struct kern_stream *s, const struct attn_job *j);
+
+/* One row's keys. */
+struct attn_keys {
+    struct cuda_seq q;
+    int64_t from; /* window: positions from this on */
+    int32_t n_window, n;
+    const int32_t *selected; /* entries, or NULL: 0, 1, ... */
+};
+/* False: row t belongs to no sequence. */
+static __device__ __forceinline__ bool attn_keys_of(const struct attn_job &j, int32_t t,
+                                                    struct attn_keys *ks)
+{
+    const int32_t i = j.b.row_seq[t];
+    if (i < 0) return false;
+    ks->q = j.b.seqs[i];
+    const int64_t pos = ks->q.pos0 + (t - ks->q.row0);
+    ks->from = pos - j.k.window + 1 > 0 ? pos - j.k.window + 1 : 0;
+    ks->n = ks->n_window = (int32_t)(pos - ks->from + 1);
+    ks->selected = NULL;
+    if (j.k.y.ratio && j.selected) {
+        ks->selected = j.selected + t * j.sel_ld;
+        ks->n += j.n_selected[t];
+    } else if (j.k.y.ratio) {
+        ks->n += (int32_t)((uint32_t)(pos + 1) / (uint32_t)j.k.y.ratio); /* positions: below 2^31 */
+    }
+    return true;
+}
+
+/* Where a key lies: row `row` of a stored part of `n` rows, or of the batch's kv (n = 0). */
+struct attn_place {
+    const uint8_t *part;
+    int64_t row;
+    int32_t n;
+};
+/* Of key i of the window. */
+static __device__ __forceinline__ struct attn_place
+attn_window_place(const struct attn_job &j, const struct attn_keys &ks, int32_t i)
+{
+    const int64_t pos = ks.from + i;
+    if (pos >= ks.q.pos0) return {(const uint8_t *)j.kv, ks.q.row0 + (pos - ks.q.pos0), 0};
+    return {ks.q.tail + j.k.y.window_off, (uint32_t)pos % (uint32_t)j.k.window, j.k.window};
+}
+static __device__ __forceinline__ struct attn_place
+attn_place_of(const struct attn_job &j, const struct attn_keys &ks, int32_t i)
+{
+    if (i < ks.n_window) return attn_window_place(j, ks, i);
+    /* Positions and entries are below 2^31: short divisions. */
+    const uint32_t e = (uint32_t)(ks.selected ? ks.selected[i - ks.n_window] : i - ks.n_window);
+    const uint32_t per_page = (uint32_t)j.k.y.per_page;
+    const int64_t page = ks.q.page_ids[(int64_t)(e / per_page) * ks.q.page_step];
+    return {j.k.pages + page * j.k.page_bytes + j.k.y.main_off, e % per_page, j.k.y.per_page};
+}
+
+#endif
