@@ -201,6 +201,7 @@ static void loop(struct kv_mover *m)
             mover_tick_peers(m);
             ship_tick(m);
         }
+        if (mover_prove_next(m)) happened = true;
         tell_all(m, happened);
         mover_flush_peers(m);
         if (happened || m->stopping) continue;
@@ -324,6 +325,7 @@ int kv_mover_open(struct kv_mover **out, const struct kv_mover_config *cfg, stru
     if (rc < 0) goto free_mover;
     tow_list_init(&m->conns);
     tow_list_init(&m->targets);
+    tow_list_init(&m->provers);
     tow_list_init(&m->offers);
     tow_list_init(&m->backlog);
     for (m->n_buckets = 64; m->n_buckets < m->cfg.max_tickets; m->n_buckets *= 2) {

@@ -165,7 +165,7 @@ struct kv_mover_stats {
     uint64_t bytes_in, bytes_out, parts_in, parts_out;
     uint64_t bytes_copied; /* out of a peer's memory that is mapped here */
     uint64_t tickets_ok, tickets_failed, tickets_cancelled, leases_expired;
-    uint64_t bad_digests;    /* parts whose digest differed */
+    uint64_t bad_digests;    /* parts whose digest differed; proofs of a method too */
     uint64_t bad_offers;     /* unknown, forged, doubled, out of range */
     uint64_t stale_messages; /* from connections that are gone */
     uint64_t ep_errors, peers_refused, empty_wakes;

@@ -74,6 +74,8 @@ struct conn {
     uint64_t ping_at_ms;
     bool ep_closed;
     /* proof */
+    struct tow_list in_provers; /* decode: waits for the probe page */
+    uint64_t probed_ms;         /* got it, or the last bytes */
     enum kv_move_method proving;
     uint64_t probe_digest, probe_from_us;
     unsigned probes_begun, probes_done, n_probe_bulks;
@@ -199,6 +201,8 @@ struct kv_mover {
     struct net_link *link;
     struct net_region *regions[KV_AREAS];
     struct tow_list conns, targets;
+    struct conn *prover;     /* whose proof has the probe page; NULL: it is free */
+    struct tow_list provers; /* who waits for it, the first one longest */
     struct tow_list offers;  /* commands in work, in their order */
     struct tow_list backlog; /* events not in the inbox yet */
     bool urgent;             /* one of them is more than a part */
@@ -220,6 +224,7 @@ void mover_run_commands(struct kv_mover *m);
 void mover_connect(struct kv_mover *m, const struct command *cmd);
 void mover_drop(struct kv_mover *m, const struct command *cmd);
 void mover_tick_peers(struct kv_mover *m);
+bool mover_prove_next(struct kv_mover *m); /* false: there was none to begin with */
 void mover_flush_peers(struct kv_mover *m);
 void mover_forget_peers(struct kv_mover *m, const char *why);
 void mover_stood_still(struct kv_mover *m, uint64_t gap_ms);

@@ -18,6 +18,12 @@
  *          A connection never comes back: it goes down once, its tickets end, its endpoint is
  *          closed by force; the prefill side then tries anew, with doubled pauses.
  *
+ * Turns    A receiver has one page for the proofs of all its links, and clears it before each: so
+ *          one method of one link is proven at a time, the others wait in m->provers. A page for
+ *          each link would do without, but links are many, pages large, and what moves beside
+ *          others cannot be timed. Whose bytes do not come loses its turn after STALL_MS if
+ *          somebody waits, and everybody's whole proof has PROOF_MS.
+ *
  * Proof    "token" in the facts is a keyed XXH3 of the label. It keeps strangers and misconfigured
  *          clusters out, but it is no cryptography, and the bytes that follow are not encrypted:
  *          the data plane belongs on a network of its own. UCX parses addresses and memory keys
@@ -37,6 +43,7 @@
 enum {
     HELLO_MS = 5000,
     PROOF_MS = 15000,
+    STALL_MS = 3000,
     REFUSED_MS = 1000,
     PAUSE_MIN_MS = 100,
     PAUSE_MAX_MS = 5000,
@@ -46,6 +53,7 @@ enum {
 
 static void conn_free(struct conn *c)
 {
+    tow_assert(c->m->prover != c);
     tow_list_remove(&c->node);
     c->m->n_conns--;
     free(c);
@@ -80,6 +88,7 @@ static struct conn *conn_new(struct kv_mover *m, uint64_t label)
     c->m = m;
     c->label = label;
     tow_list_init(&c->ready);
+    tow_list_init(&c->in_provers);
     net_peer_init(&c->peer, m->cfg.heartbeat_ms, HELLO_MS, m->now_ms);
     tow_list_append(&m->conns, &c->node);
     m->n_conns++;
@@ -183,6 +192,13 @@ static void target_failed(struct kv_mover *m, struct target *t, int code, const 
     t->retry_at_ms = refused ? 0 : m->now_ms + t->pause_ms - tow_random_u64() % (t->pause_ms / 2);
 }
 
+/* The page goes to the next in turn, but not while bytes of this one may still come into it. */
+static void end_turn(struct conn *c)
+{
+    tow_list_remove(&c->in_provers);
+    if (c->m->prover == c && c->probes_begun == c->probes_done) c->m->prover = NULL;
+}
+
 static void close_conn(struct conn *c, int code, const char *why, bool refused)
 {
     if (c->state == CONN_CLOSING) return;
@@ -196,6 +212,7 @@ static void close_conn(struct conn *c, int code, const char *why, bool refused)
         if (c->probe_bulks[i]) net_bulk_refuse(c->probe_bulks[i]);
         c->probe_bulks[i] = NULL;
     }
+    end_turn(c);
     conn_flush(c);
     ship_peer_lost(m, c->peer.name, c->peer.incarnation, c, why);
     if (t)
@@ -593,9 +610,11 @@ static void answer_proof(struct conn *c)
     uint64_t us = tow_now_us() - c->probe_from_us;
     uint64_t bytes = (uint64_t)c->m->cfg.page_bytes * (MOVER_PROBES - 1);
     uint64_t mb = bytes / (us ? us : 1);
+    if (c->probe_code == TOW_EDIGEST) c->m->own.bad_digests++;
     c->mb[method] = c->probe_code != 0 ? 0 : mb > UINT32_MAX ? UINT32_MAX : mb ? (uint32_t)mb : 1;
     net_ep_transport(c->ep, method == KV_MOVE_GET, c->transports[method], sizeof c->transports[0]);
     c->proving = KV_MOVE_NONE;
+    end_turn(c);
     struct wire_msg msg = {
         .type = WIRE_XPROBED_MSG,
         .xprobed = {.seq = method,
@@ -614,11 +633,15 @@ static void on_probe_read(void *arg, int code)
     struct conn *c = arg;
     if (c->m->stopping) return;
     /* Part of the price, as in a copy. */
-    if (code == 0 && tow_hash64(probe_page(c->m), c->m->cfg.page_bytes) != c->probe_digest)
+    if (code == 0 && c->state == CONN_PROVING &&
+        tow_hash64(probe_page(c->m), c->m->cfg.page_bytes) != c->probe_digest)
         code = TOW_EDIGEST;
     if (code != 0) c->probe_code = code;
     c->probes_done++;
-    if (c->state == CONN_PROVING) {
+    c->probed_ms = c->m->now_ms;
+    if (c->state != CONN_PROVING) {
+        end_turn(c);
+    } else {
         if (c->probes_done == 1) c->probe_from_us = tow_now_us();
         if (c->probes_done == MOVER_PROBES)
             answer_proof(c);
@@ -658,19 +681,46 @@ static void start_probes(struct conn *c)
                      : net_bulk_take(bulk, probe_page(m), on_probe_read, c);
         if (rc == 0) continue;
         c->n_reads--;
+        c->probes_begun--;
         conn_down(c, rc, "proof cannot be started");
         return;
     }
 }
 
-static void begin_probe(struct conn *c, const struct wire_xprobe *p)
+/* Gets in line for the page, unless none will be moved. */
+static void begin_probe(struct conn *c, const struct wire_xprobe *p, bool moves)
 {
     c->proving = p->method == WIRE_METHOD_GET ? KV_MOVE_GET : KV_MOVE_BULK;
     c->probe_digest = wire_u64s_at(p->part.digests, 0);
     c->probe_offset = p->part.offset;
     c->probe_code = 0;
     c->probes_begun = c->probes_done = c->n_probe_bulks = 0;
-    memset(probe_page(c->m), 0, c->m->cfg.page_bytes);
+    if (moves) tow_list_append(&c->m->provers, &c->in_provers);
+}
+
+bool mover_prove_next(struct kv_mover *m)
+{
+    if (m->prover || tow_list_empty(&m->provers)) return false;
+    struct conn *c = TOW_CONTAINER(m->provers.next, struct conn, in_provers);
+    tow_list_remove(&c->in_provers);
+    m->prover = c;
+    c->probed_ms = m->now_ms;
+    memset(probe_page(m), 0, m->cfg.page_bytes);
+    if (tow_fault("link.prove")) return true; /* as if nothing came */
+    if (c->proving == KV_MOVE_GET && c->mapped[KV_AREA_PAGES])
+        copy_probes(c);
+    else
+        start_probes(c);
+    return true;
+}
+
+static void check_turn(struct kv_mover *m)
+{
+    struct conn *c = m->prover;
+    if (!c || tow_list_empty(&m->provers) || m->now_ms < c->probed_ms + STALL_MS) return;
+    conn_down(c, TOW_ETIME, "the link's proof stood still and others wait");
+    /* What may still come of it are bytes of a probe page too: nothing is overwritten. */
+    m->prover = NULL;
 }
 
 static void on_xprobe(struct conn *c, const struct wire_xprobe *p)
@@ -688,25 +738,21 @@ static void on_xprobe(struct conn *c, const struct wire_xprobe *p)
         conn_down(c, TOW_EWIRE, err.msg[0] ? err.msg : "probe out of place");
         return;
     }
-    begin_probe(c, p);
     /* TCP has no reads: UCX makes them of messages that the other side has to answer, and a process
      * whose peer dies before its answer is out is aborted by UCX (1.13, ucp_get_req_handler). */
     net_ep_transport(c->ep, true, transport, sizeof transport);
-    if (strcmp(transport, "tcp") == 0) {
+    bool reads = strcmp(transport, "tcp") != 0;
+    begin_probe(c, p, reads);
+    if (!reads) {
         c->probe_code = TOW_ESTATE;
         answer_proof(c);
-        return;
     }
-    if (c->mapped[KV_AREA_PAGES])
-        copy_probes(c);
-    else
-        start_probes(c);
 }
 
 static void on_probe_bulk(struct conn *c, const struct wire_xprobe *p, struct net_bulk *bulk,
                           uint64_t bytes)
 {
-    if (c->proving == KV_MOVE_NONE) begin_probe(c, p);
+    if (c->proving == KV_MOVE_NONE) begin_probe(c, p, true);
     if (c->proving != KV_MOVE_BULK || c->n_probe_bulks == MOVER_PROBES ||
         bytes != c->m->cfg.page_bytes) {
         c->m->own.stale_messages++;
@@ -714,7 +760,7 @@ static void on_probe_bulk(struct conn *c, const struct wire_xprobe *p, struct ne
         return;
     }
     c->probe_bulks[c->n_probe_bulks++] = bulk;
-    start_probes(c);
+    if (c->m->prover == c) start_probes(c);
 }
 
 static void on_xprobed(struct conn *c, const struct wire_xprobed *p)
@@ -893,6 +939,7 @@ static void ping(struct conn *c)
 
 void mover_tick_peers(struct kv_mover *m)
 {
+    check_turn(m);
     TOW_LIST_EACH_SAFE (n, &m->conns) {
         struct conn *c = TOW_CONTAINER(n, struct conn, node);
         if (c->state == CONN_CLOSING) continue;

@@ -1015,7 +1015,7 @@ static const char *const fault_places[] = {
     "*",          "ctl.frame",     "engine.memory", "engine.probe", "engine.step", "kv.get",
     "kv.offer",   "kv.put",        "link.flip",     "link.jam",     "link.map",    "link.ping",
     "mover.send", "mover.connect", "mover.drop",    "mover.offer",  "mover.touch", "mover.expect",
-    "mover.stop", "worker.thread", "mover.cancel",  "mover.relink", "text.jit"};
+    "mover.stop", "worker.thread", "mover.cancel",  "mover.relink", "text.jit",    "link.prove"};
 
 static bool is_fault_place(const char *name)
 {

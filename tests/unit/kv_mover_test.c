@@ -432,6 +432,73 @@ static void test_kv_mover__peer_that_restarts_is_linked_anew(void **state)
     pair_close(&p, &d);
 }
 
+enum { SENDERS = 3 };
+
+static void senders_open(struct side *p, struct side *d)
+{
+    char name[8];
+    side_open(d, "d0", 22, 77, facts);
+    for (unsigned i = 0; i < SENDERS; i++) {
+        snprintf(name, sizeof name, "p%u", i);
+        side_open(&p[i], name, 11 + i, 77, facts);
+    }
+}
+
+static void senders_close(struct side *p, struct side *d)
+{
+    for (unsigned i = 0; i < SENDERS; i++) side_close(&p[i]);
+    side_close(d);
+}
+
+/* The receiver has one page for the proofs of all its links. */
+static void test_kv_mover__senders_that_prove_at_once_do_not_spoil_each_other(void **state)
+{
+    (void)state;
+    enum { ROUNDS = 8 };
+    struct side p[SENDERS], d;
+    struct kv_mover_stats s;
+    if (only_reads) assert_int_equal(tow_fault_arm("link.map", 1, true, TOW_FAULT_FAIL, NULL), 0);
+    senders_open(p, &d);
+    for (unsigned round = 0; round < ROUNDS; round++) {
+        for (unsigned i = 0; i < SENDERS; i++) join(&p[i], &d, "d0", 22);
+        for (unsigned i = 0; i < SENDERS; i++) {
+            do {
+                next_event(&p[i]);
+                if (p[i].ev.kind == KV_MOVER_PEER_DOWN && strstr(p[i].ev.text, "page"))
+                    fail_msg("p%u, round %u: %s", i, round, p[i].ev.text);
+            } while (p[i].ev.kind != KV_MOVER_PEER_UP);
+        }
+        for (unsigned i = 0; i < SENDERS; i++) assert_int_equal(kv_mover_drop(p[i].m, "d0", 0), 0);
+        while (kv_mover_event(d.m, &d.ev)) {
+        }
+    }
+    kv_mover_stats(d.m, &s);
+    assert_int_equal(s.bad_digests, 0); /* not of one method either */
+    senders_close(p, &d);
+    tow_fault_reset();
+}
+
+/* It loses its turn, and only it goes down. */
+static void test_kv_mover__proof_that_stands_still_holds_nobody_up_for_long(void **state)
+{
+    (void)state;
+    struct side p[SENDERS], d;
+    unsigned downs = 0;
+    assert_int_equal(tow_fault_arm("link.prove", 1, false, TOW_FAULT_FAIL, NULL), 0);
+    senders_open(p, &d);
+    for (unsigned i = 0; i < SENDERS; i++) join(&p[i], &d, "d0", 22);
+    for (unsigned i = 0; i < SENDERS; i++) {
+        do {
+            next_event(&p[i]);
+            if (p[i].ev.kind == KV_MOVER_PEER_DOWN) downs++;
+        } while (p[i].ev.kind != KV_MOVER_PEER_UP);
+    }
+    assert_int_equal(tow_fault_fired(), 1);
+    assert_int_equal(downs, 1);
+    senders_close(p, &d);
+    tow_fault_reset();
+}
+
 /* One of the two stops hearing; a new worker at each end, and all is as before, pages included. */
 static void test_kv_mover__relink_heals_a_jam(void **state)
 {
@@ -586,6 +653,7 @@ static void test_kv_mover__reads_do_where_memory_cannot_be_mapped(void **state)
     test_kv_mover__page_that_is_reused_meanwhile_never_passes(state);
     test_kv_mover__cancel_on_either_side_ends_both_once(state);
     test_kv_mover__failing_places_end_the_ticket_and_nothing_else(state);
+    test_kv_mover__senders_that_prove_at_once_do_not_spoil_each_other(state);
     only_reads = false;
 }
 
@@ -603,6 +671,7 @@ static void test_kv_mover__messages_do_over_tcp(void **state)
 #endif
     test_kv_mover__cancel_on_either_side_ends_both_once(state);
     test_kv_mover__failing_places_end_the_ticket_and_nothing_else(state);
+    test_kv_mover__senders_that_prove_at_once_do_not_spoil_each_other(state);
     if (was)
         setenv("UCX_TLS", tls, 1);
     else
@@ -621,6 +690,8 @@ int main(void)
         cmocka_unit_test(test_kv_mover__idle_links_cost_next_to_nothing),
         cmocka_unit_test(test_kv_mover__peers_that_do_not_fit_hear_why),
         cmocka_unit_test(test_kv_mover__peer_that_restarts_is_linked_anew),
+        cmocka_unit_test(test_kv_mover__senders_that_prove_at_once_do_not_spoil_each_other),
+        cmocka_unit_test(test_kv_mover__proof_that_stands_still_holds_nobody_up_for_long),
         cmocka_unit_test(test_kv_mover__relink_heals_a_jam),
         cmocka_unit_test(test_kv_mover__relink_under_load_ends_each_ticket_once),
         cmocka_unit_test(test_kv_mover__failing_places_end_the_ticket_and_nothing_else),
