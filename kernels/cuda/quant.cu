@@ -39,6 +39,35 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, uint32_t
         *(uint2 *)((uint16_t *)q.out + to) = dev_pack4(v);
 }
 
+/* bf16 rows that only change the order of k: a warp has BATCH groups of 64, one word a lane. */
+template <int BATCH> static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
+{
+    cudaTriggerProgrammaticLaunchCompletion();
+    const uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * BATCH;
+    /* Word `lane` of a group: of instruction lane / 8, slots 2 c and 2 c + 8 of thread c = lane % 4. */
+    const uint32_t from = lane % 4 * 8 + lane / 8 * 2 + lane / 4 % 2;
+    const uint32_t row = first / per_row;
+    uint32_t at = first % per_row, t = row, g = 0;
+    if (q.groups > 1) t = row / q.groups, g = row % q.groups;
+    uint32_t word[BATCH];
+    bool there[BATCH];
+#pragma unroll
+    for (int i = 0; i < BATCH; i++) {
+        const int32_t k = at * 64 + from * 2, of = q.rows && t < (uint32_t)q.T ? q.rows[t] : t;
+        there[i] = t < (uint32_t)q.T && of >= 0;
+        word[i] = 0;
+        if (there[i] && k < q.K)
+            word[i] =
+                *(const uint32_t *)((const uint16_t *)q.x + of * q.ld_x + (int64_t)g * q.K + k);
+        if (++at < per_row) continue;
+        at = 0;
+        if (++g == (uint32_t)q.groups) g = 0, t++;
+    }
+#pragma unroll
+    for (int i = 0; i < BATCH; i++)
+        if (there[i]) ((uint32_t *)q.out)[(int64_t)(first + i) * 32 + lane] = word[i];
+}
+
 /* A warp has BATCH blocks, all loaded before the first is quantized. */
 template <int BATCH>
 static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, uint32_t spans)
@@ -94,6 +123,14 @@ void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q)
 {
     if (q->T == 0) return;
     const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
+    if (q->slots && q->aq == KERN_AQ_NONE && q->x_dtype == KERN_BF16 && (uintptr_t)q->x % 4 == 0 &&
+        q->ld_x % 2 == 0 && q->K % 2 == 0) {
+        enum { BATCH = 8 };
+        const int64_t all = (int64_t)q->T * q->groups * (q->Kp / 64);
+        slots_kernel<BATCH><<<(unsigned)cuda_ceil(all, BATCH * WARPS), 32 * WARPS, 0, s->cu>>>(
+            *q, (uint32_t)q->Kp / 64);
+        return;
+    }
     const uint32_t spans = (uint32_t)cuda_ceil(q->Kp, SPAN);
     const int64_t warps = (int64_t)q->T * q->groups * spans;
     quant_kernel<<<(unsigned)cuda_ceil(warps, WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);

@@ -6,8 +6,8 @@
 
 extern const struct kern_ops kern_cuda;
 
-/* Products of many rows with fp8 weights by wgmma, where there is: on. Only gemm_test and bench_gemm turn
- * it off, to compare bits and times. */
+/* Products of bf16 rows with fp8 or bf16 weights by wgmma, where there is and where it is faster: on. Only
+ * gemm_test and bench_gemm turn it off, to compare bits and times. */
 extern int cuda_wide_products;
 /* Products of fp8 weights with rows quantized to fp8: 0, both widened to bf16; 1, by the codes themselves
  * (sm_90; kern_dev_fp8_products() says at what price). Read at launch. */
@@ -17,7 +17,8 @@ extern int cuda_fp8_products;
  * times. */
 extern int cuda_wide_experts;
 /* Products of few rows begin to read weights while their rows are still being quantized; off: it
- * saves 1 to 2 us a product and has not been tried in a graph. */
+ * saves 1 to 2 us a product and is right in a graph (gemm_test), but no whole step has been run
+ * so. */
 extern int cuda_early_products;
 
 #endif

@@ -65,13 +65,6 @@ static __device__ __forceinline__ void bar_arrive_at(uint64_t *bar, int rank)
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(dev_shared_of(bar, rank))
                  : "memory");
 }
-/* Says that it (and its warp, after __syncwarp()) has written there: for bar_wait_cluster(). A fence. */
-static __device__ __forceinline__ void bar_arrive_written(uint64_t *bar, int rank)
-{
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(
-                     dev_shared_of(bar, rank))
-                 : "memory");
-}
 static __device__ __forceinline__ void bar_wait(uint64_t *bar, int parity)
 {
     asm volatile("{ .reg .pred p; wait: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; "
@@ -79,26 +72,6 @@ static __device__ __forceinline__ void bar_wait(uint64_t *bar, int parity)
                  "r"(parity)
                  : "memory");
 }
-static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parity)
-{
-    asm volatile("{ .reg .pred p; wait: "
-                 "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1; "
-                 "@p bra done; bra wait; done: }" ::"r"(dev_shared(bar)),
-                 "r"(parity)
-                 : "memory");
-}
-/* To shared memory of a block of the cluster, an address by dev_shared_of(). */
-static __device__ __forceinline__ void remote_store(uint32_t to, float v)
-{
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to), "f"(v) : "memory");
-}
-static __device__ __forceinline__ void remote_store(uint32_t to, const float v[4])
-{
-    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]),
-                 "f"(v[1]), "f"(v[2]), "f"(v[3])
-                 : "memory");
-}
-
 /* The tile from byte `at` of row `row` on. */
 static __device__ __forceinline__ void tile_load(void *to, const CUtensorMap *map, uint64_t *bar,
                                                  int32_t at, int32_t row)
@@ -133,19 +106,12 @@ static __device__ __forceinline__ int cluster_rank(void)
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return (int)r;
 }
-/* All threads of all blocks of the cluster: have come to one place, and may go on from another. */
-static __device__ __forceinline__ void cluster_come(void)
-{
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-static __device__ __forceinline__ void cluster_go(void)
-{
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
+/* All threads of all blocks of the cluster. */
 static __device__ __forceinline__ void cluster_meet(void)
 {
-    cluster_come();
-    cluster_go();
+    asm volatile("barrier.cluster.arrive.release.aligned;\n"
+                 "barrier.cluster.wait.acquire.aligned;" ::
+                     : "memory");
 }
 
 #endif /* sm_90a */

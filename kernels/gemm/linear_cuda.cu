@@ -127,10 +127,11 @@ static int linear_wgmma(struct kern_stream *s, const struct kern_linear *p, stru
     return described ? rc : TOW_EDEVICE;
 }
 
-/* Fewer are faster by few_cuda.cu. */
+/* Fewer, and the bf16 kind is faster by few_cuda.cu. */
 static bool enough_tiles(const struct kern_stream *s, const struct cuda_product *p)
 {
-    return cuda_ceil(p->N, 128) * cuda_ceil(p->T, 64) * p->groups * 2 > s->n_sm;
+    const int64_t tiles = cuda_ceil(p->N, BLOCK_N) * p->groups;
+    return tiles * cuda_ceil(p->T, 64) * 2 > s->n_sm || (p->T >= 32 && tiles * 5 >= s->n_sm);
 }
 
 extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
@@ -166,7 +167,7 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
     const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
                      p->ld_x < (int64_t)1 << 30;
-    c.codes = NULL, c.own = false;
+    c.codes = NULL;
     if (cuda_codes_fits(s, w->fmt, &c) ||
         (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
          (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c))))

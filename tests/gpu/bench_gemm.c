@@ -1,6 +1,7 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time against the
  * bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16 TOW_BENCH_TFLOPS; else
- * what bench.h says of an H200). fp8: products by codes; early: they begin while rows are quantized. */
+ * what bench.h says of an H200). fp8: products by codes; early: they begin while rows are quantized;
+ * mma: not by wgmma. TOW_BENCH_ROWS: that many rows only. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
@@ -107,7 +108,8 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
     }
     for (int i = 0; i < n; i++) {
         const int32_t T = Ts[i];
-        if (head && T > 128) continue;
+        const char *rows_only = getenv("TOW_BENCH_ROWS");
+        if ((head && T > 128) || (rows_only && atoi(rows_only) != T)) continue;
         const double k = (double)c->groups * c->K, width = (double)c->groups * c->N;
         void *x = bench_random(b, T * k, KERN_BF16, 1),
              *y = bench_alloc(b, T * width * kern_dtype_bytes(c->y));

@@ -334,6 +334,70 @@ static int fp8_off(void **state)
 }
 
 #ifdef TOW_CUDA
+/* Two products, the second of what the first made, as they are launched again and again: products that begin
+ * before their rows are there do not read them before. */
+struct chain {
+    struct kern_linear p[2];
+};
+static int enqueue_chain(void *arg)
+{
+    const struct chain *c = arg;
+    const int rc = kern_dev_ops(gpu)->linear(kern_dev_stream(gpu), &c->p[0]);
+    return rc < 0 ? rc : kern_dev_ops(gpu)->linear(kern_dev_stream(gpu), &c->p[1]);
+}
+static void test_linear__products_that_begin_early_wait_for_their_rows(void **state)
+{
+    enum { D = 4096, MOST_T = 100 };
+    const struct shape c = {"early", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, MOST_T, D,
+                            D,       1,          false};
+    struct kern_stream *s = kern_dev_stream(gpu);
+    struct kern_weight w = random_weight(&c), placed = w;
+    assert_int_equal(kern_dev_place(gpu, &placed, 1, NULL), 0);
+    const size_t bytes = (size_t)MOST_T * D * 2;
+    uint16_t *x = get(bytes), *want = get(bytes), *y = get(bytes);
+    void *x_dev = kern_dev_alloc(gpu, bytes), *mid = kern_dev_alloc(gpu, bytes),
+         *y_dev = kern_dev_alloc(gpu, bytes);
+    assert_true(x_dev && mid && y_dev);
+    (void)state;
+    for (int kind = 0; kind < 2; kind++) {
+        if (kind && !kern_dev_fp8_products(gpu, true)) break;
+        static const int32_t Ts[] = {1, 5, 16, 30, 64, 100};
+        for (size_t i = 0; i < sizeof Ts / sizeof *Ts; i++) {
+            struct chain chain;
+            for (int j = 0; j < 2; j++)
+                chain.p[j] = (struct kern_linear){.x = j ? mid : x_dev,
+                                                  .w = placed,
+                                                  .y = j ? y_dev : mid,
+                                                  .ld_x = D,
+                                                  .ld_y = D,
+                                                  .T = Ts[i],
+                                                  .N = D,
+                                                  .K = D,
+                                                  .groups = 1,
+                                                  .x_dtype = KERN_BF16,
+                                                  .y_dtype = KERN_BF16,
+                                                  .aq = KERN_AQ_A128};
+            for (int turn = 0; turn < 4; turn++) {
+                for (size_t k = 0; k < bytes / 2; k++) x[k] = kern_bf16_encode(draw());
+                kern_stream_write(s, x_dev, x, bytes);
+                cuda_early_products = 0;
+                assert_int_equal(enqueue_chain(&chain), 0);
+                assert_int_equal(kern_stream_read(s, want, y_dev, bytes), 0);
+                cuda_early_products = 1;
+                const uint64_t key = 77 + 100 * (uint64_t)kind + i;
+                assert_int_equal(kern_stream_repeat(s, key, enqueue_chain, &chain), 0);
+                assert_int_equal(kern_stream_read(s, y, y_dev, bytes), 0);
+                cuda_early_products = 0;
+                assert_memory_equal(y, want, (size_t)Ts[i] * D * 2);
+            }
+        }
+    }
+    kern_dev_fp8_products(gpu, false);
+    kern_dev_free(gpu, x_dev), kern_dev_free(gpu, mid), kern_dev_free(gpu, y_dev);
+    kern_dev_unplace(gpu, placed.data);
+    free(x), free(want), free(y), free((void *)(uintptr_t)w.data), free((void *)(uintptr_t)w.scale);
+}
+
 /* Rows by wgmma have the bits of rows by mma.sync. */
 static void test_wide(void **state)
 {
@@ -490,7 +554,7 @@ int main(int argc, char **argv)
     if (kern_dev_open(&gpu, "cuda:0", 0, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     enum { N_SHAPES = sizeof shapes / sizeof *shapes };
-    struct CMUnitTest tests[3 * N_SHAPES + 2] = {
+    struct CMUnitTest tests[3 * N_SHAPES + 3] = {
         cmocka_unit_test(test_linear__every_code_has_its_value),
         cmocka_unit_test(test_linear__offsets_beyond_2_31_are_right)};
     int n = 2;
@@ -505,8 +569,10 @@ int main(int argc, char **argv)
                                          (void *)(uintptr_t)&shapes[i]};
     }
 #ifdef TOW_CUDA
+    tests[n++] = (struct CMUnitTest)cmocka_unit_test(
+        test_linear__products_that_begin_early_wait_for_their_rows);
     for (int i = 0; i < N_SHAPES; i++) {
-        if (shapes[i].fmt != KERN_W_FP8) continue;
+        if (shapes[i].fmt != KERN_W_FP8 && shapes[i].fmt != KERN_W_BF16) continue;
         if (strcmp(kern_dev_isa(gpu), "sm_90") != 0) continue;
         tests[n++] = (struct CMUnitTest){shapes[i].name, test_wide, NULL, NULL,
                                          (void *)(uintptr_t)&shapes[i]};
