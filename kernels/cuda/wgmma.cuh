@@ -1,6 +1,6 @@
 /* kernels/cuda/wgmma.cuh - the matrix unit by whole warpgroups (sm_90a), as single instructions.
  *
- * Shape    d [64, N] (+)= a [64, k] b [k, N]; k = 16 bf16 or 32 e4m3, 32 bytes of a row either way. Warp w
+ * Shape    d [64, N] (+)= a [64, k] b [k, N]; k = 16 bf16 or f16, or 32 e4m3, 32 bytes of a row either way. Warp w
  *          of the group has rows 16 w on; with g = lane / 4, c = lane % 4, d[4 n + e] is row g + 8 (e / 2),
  *          column 8 n + 2 c + e % 2. `a` from registers lies as dev_mma's (e4m3: four k to a word,
  *          slots 4 c on, the upper two words 16 + 4 c on); from shared memory by a descriptor.
@@ -94,8 +94,9 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 
 /* For N columns, R = N / 2 registers of d; A0 to A5 name the operands after those. */
 #define WGMMA(N, R, A0, A1, A2, A3, A4, A5)                                                        \
-    WGMMA_BF16(N, R, wgmma_bf16, "0", A0, A1, A2, A3, A4, A5)                                      \
-    WGMMA_BF16(N, R, wgmma_bf16_columns, "1", A0, A1, A2, A3, A4, A5)                              \
+    WGMMA_16(N, R, wgmma_bf16, "bf16", "0", A0, A1, A2, A3, A4, A5)                                \
+    WGMMA_16(N, R, wgmma_bf16_columns, "bf16", "1", A0, A1, A2, A3, A4, A5)                        \
+    WGMMA_16(N, R, wgmma_f16, "f16", "0", A0, A1, A2, A3, A4, A5)                                  \
     static __device__ __forceinline__ void wgmma_e4m3(float(&d)[R], const uint32_t a[4],           \
                                                       uint64_t b, int add)                         \
     {                                                                                              \
@@ -115,21 +116,22 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
                      : "l"(a), "l"(b), "r"(add));                                                  \
     }
 /* `name`: b by wgmma_rows; name_columns: b by wgmma_columns. */
-#define WGMMA_BF16(N, R, name, COLUMNS, A0, A1, A2, A3, A4, A5)                                    \
+#define WGMMA_16(N, R, name, TYPE, COLUMNS, A0, A1, A2, A3, A4, A5)                                \
     static __device__ __forceinline__ void name(float(&d)[R], const uint32_t a[4], uint64_t b,     \
                                                 int add)                                           \
     {                                                                                              \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, " A5 ", 0; "                                  \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_S##R       \
-                     "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4 ", p, 1, 1, " COLUMNS "; }"        \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE               \
+                     " {" WGMMA_S##R "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " A4                    \
+                                     ", p, 1, 1, " COLUMNS "; }"                                   \
                      : WGMMA_D##R(0)                                                               \
                      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));              \
     }                                                                                              \
     static __device__ __forceinline__ void name(float(&d)[R], uint64_t a, uint64_t b, int add)     \
     {                                                                                              \
         asm volatile("{ .reg .pred p; setp.ne.b32 p, " A2 ", 0; "                                  \
-                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" WGMMA_S##R       \
-                     "}, " A0 ", " A1 ", p, 1, 1, 0, " COLUMNS "; }"                               \
+                     "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE               \
+                     " {" WGMMA_S##R "}, " A0 ", " A1 ", p, 1, 1, 0, " COLUMNS "; }"               \
                      : WGMMA_D##R(0)                                                               \
                      : "l"(a), "l"(b), "r"(add));                                                  \
     }
@@ -142,7 +144,7 @@ WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef WGMMA
-#undef WGMMA_BF16
+#undef WGMMA_16
 
 #undef WGMMA_D4
 #undef WGMMA_D8
