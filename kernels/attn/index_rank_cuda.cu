@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(TOPK_THREADS)
     }
     if (threadIdx.x == 0) below = n_equal = 0;
     int32_t equal;
-    const uint32_t u_kth = dev_kth_highest(s, n, k, &sh, &equal);
+    const uint32_t u_kth = dev_kth_highest<TOPK_THREADS>(s, n, k, &sh, &equal);
     uint32_t mine = 0, ties = 0;
     for (int32_t i = threadIdx.x; i < n; i += TOPK_THREADS) {
         const uint32_t u = dev_order_of(s[i]);

@@ -1,10 +1,8 @@
 /* kernels/attn/index_score_cuda.cu - scores of index entries, keys against the heads of a row on the
  * matrix unit.
  *
- * The work is a list of tiles: for each block of R rows (four in prefill, one in decode) runs of 128
- * entries. Every CTA of a fixed grid adds up how many there are, takes an equal and contiguous share,
- * and walks it; lengths are read on the device and no CTA has more than one tile above another.
- * A tile: codes are widened to bf16 in shared memory, keys stand on the M side and heads on the N
+ * For devices and shapes that index_score_wgmma_cuda.cu is not for. Blocks are of four rows in prefill, of
+ * one in decode, tiles of 128 entries. A tile: codes are widened to bf16 in shared memory, keys stand on the M side and heads on the N
  * side; so a thread has sixteen of 64 heads of a key, adds up their weighted positive parts, and two
  * shuffles finish the key. In prefill a warp keeps 32 keys in registers while rows pass by; in decode it
  * keeps half of the row's heads while keys pass by, two warps' halves are added, and the next tile's
@@ -12,14 +10,13 @@
  *
  * The order of a score's sum depends on the width and the number of heads alone: each half of the
  * heads by threads of a quad, ascending in a thread, then the quad, then the halves.
- * For prefill on Hopper wgmma is the next step; it would have to keep this order, or decode use it too.
  * Bound: decode by reading keys (68 or 132 bytes an entry), prefill by the matrix unit.
  */
 #include "kernels/attn/index_score.cuh"
 #include "kernels/attn/widen.cuh"
 #include "kernels/cuda/mma.cuh"
 
-enum { TILE = 128, THREADS = 256, WARPS = THREADS / 32, MAX_HEADS = 64, PLAIN_WARPS = 8 };
+enum { TILE = 128, THREADS = 256, MAX_HEADS = 64, PLAIN_WARPS = 8 };
 
 /* 16-byte pieces of a row of w bf16: as they lie in shared memory so that eight rows' pieces of one
  * column meet different banks. */
@@ -30,84 +27,6 @@ template <int KS> struct rows_of {
         return CH % 8 == 0 ? row * LD + (piece ^ (row & 7)) : row * LD + piece;
     }
 };
-
-/* Rows t .. of one sequence within the block that ends before `end`. */
-struct segment {
-    int32_t n;     /* rows */
-    int32_t tiles; /* of each */
-    int32_t seen;  /* entries the last row sees */
-    struct cuda_seq q;
-};
-static __device__ __forceinline__ struct segment segment_at(const struct index_score &p, int32_t t,
-                                                            int32_t end)
-{
-    struct segment g;
-    const int32_t i = p.b.row_seq[t];
-    g.n = 1;
-    g.tiles = g.seen = 0;
-    if (i < 0) return g;
-    g.q = p.b.seqs[i];
-    const int32_t last = g.q.row0 + g.q.n_rows < end ? g.q.row0 + g.q.n_rows : end;
-    g.n = last - t;
-    g.seen = dev_visible(p.kv, g.q, last - 1);
-    if (p.all || g.seen > g.q.topk) g.tiles = (g.seen + TILE - 1) / TILE;
-    return g;
-}
-static __device__ __forceinline__ int32_t block_end(const struct index_score &p, int32_t b, int R)
-{
-    const int32_t end = p.row0 + p.n_rows, e = p.row0 + (b + 1) * R;
-    return e < end ? e : end;
-}
-static __device__ int32_t block_tiles(const struct index_score &p, int32_t b, int R)
-{
-    int32_t tiles = 0;
-    const int32_t end = block_end(p, b, R);
-    for (int32_t t = p.row0 + b * R; t < end;) {
-        const struct segment g = segment_at(p, t, end);
-        tiles += g.tiles;
-        t += g.n;
-    }
-    return tiles;
-}
-
-struct share {
-    int32_t block, tile; /* where it begins: so many tiles into a block */
-    int32_t tiles;
-};
-/* This CTA's share of all tiles. */
-static __device__ struct share find_share(const struct index_score &p, int R, int32_t *warp_sums,
-                                          struct share *out)
-{
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int32_t n_blocks = (p.n_rows + R - 1) / R, per = (n_blocks + THREADS - 1) / THREADS;
-    const int32_t b0 = threadIdx.x * per, b1 = b0 + per < n_blocks ? b0 + per : n_blocks;
-    int32_t mine = 0;
-    for (int32_t b = b0; b < b1; b++) mine += block_tiles(p, b, R);
-    int32_t sum = mine;
-    for (int d = 1; d < 32; d *= 2) {
-        const int32_t o = __shfl_up_sync(~0u, sum, d);
-        if (lane >= d) sum += o;
-    }
-    if (lane == 31) warp_sums[warp] = sum;
-    if (threadIdx.x == 0) out->block = out->tile = out->tiles = 0;
-    __syncthreads();
-    int32_t before = sum - mine, total = 0;
-    for (int w = 0; w < WARPS; w++) {
-        if (w < warp) before += warp_sums[w];
-        total += warp_sums[w];
-    }
-    const int32_t first = (int32_t)((int64_t)total * blockIdx.x / gridDim.x);
-    const int32_t last = (int32_t)((int64_t)total * (blockIdx.x + 1) / gridDim.x);
-    if (first < last && first >= before && first < before + mine) {
-        int32_t b = b0, at = before;
-        for (int32_t n; at + (n = block_tiles(p, b, R)) <= first; b++) at += n;
-        out->block = b;
-        out->tile = first - at;
-        out->tiles = last - first;
-    }
-    __syncthreads();
-    return *out;
-}
 
 /* Codes of a tile on their way: pieces of 16 bytes, thread by thread. */
 template <int KS, int FMT> struct codes {
@@ -175,13 +94,6 @@ template <int KS, int FMT> struct codes {
     }
 };
 
-static __device__ __forceinline__ float positive(float x) /* NaN stays */
-{
-    float r;
-    asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(r) : "f"(x));
-    return r;
-}
-
 /* Queries of n rows from t on, and their weights; heads past H are zeros. */
 template <int KS>
 static __device__ __forceinline__ void load_queries(const struct index_score &p, int32_t t,
@@ -206,8 +118,8 @@ static __device__ __forceinline__ void add_heads(float (&sum)[2], const float2 &
 {
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        sum[i] = fmaf(w.x, positive(acc[2 * i]), sum[i]);
-        sum[i] = fmaf(w.y, positive(acc[2 * i + 1]), sum[i]);
+        sum[i] = fmaf(w.x, dev_positive(acc[2 * i]), sum[i]);
+        sum[i] = fmaf(w.y, dev_positive(acc[2 * i + 1]), sum[i]);
     }
 }
 static __device__ __forceinline__ float quad_sum(float v)
@@ -318,16 +230,14 @@ static __global__ void __launch_bounds__(THREADS, 2)
     extern __shared__ uint4 shared[];
     uint4 *keys = shared, *q = keys + TILE * at::LD;
     float *wt = (float *)(q + R * heads * at::LD), *scales = wt + R * heads, *upper = scales + TILE;
-    __shared__ int32_t warp_sums[WARPS];
-    __shared__ struct share found;
     const int lane = threadIdx.x % 32, key0 = threadIdx.x / 32 % 4 * 32, half = threadIdx.x / 128;
 
-    const struct share sh = find_share(p, R, warp_sums, &found);
+    const struct share sh = find_share<TILE, THREADS>(p, R);
     int32_t left = sh.tiles, skip = sh.tile;
     for (int32_t b = sh.block; left > 0; b++) {
         const int32_t end = block_end(p, b, R);
         for (int32_t t = p.row0 + b * R; t < end && left > 0;) {
-            const struct segment g = segment_at(p, t, end);
+            const struct segment g = segment_at<TILE>(p, t, end);
             if (skip >= g.tiles) {
                 skip -= g.tiles;
                 t += g.n;
@@ -426,9 +336,28 @@ static __global__ void __launch_bounds__(32 * PLAIN_WARPS)
             for (int k = 0; k < PER_LANE; k++)
                 if (lane + 32 * k < w) dot = fmaf(dev_load(p.q, at + 32 * k, p.act), key[k], dot);
             sum = fmaf(dev_load(p.wt, (int64_t)t * p.H + h, p.act) * p.factor,
-                       positive(dev_warp_sum(dot)), sum);
+                       dev_positive(dev_warp_sum(dot)), sum);
         }
         if (lane == 0) p.out[(int64_t)(t - p.row0) * p.ld + e] = sum;
+    }
+}
+
+/* The best of each run, from scores that were made by a kernel that does not tell. */
+static __global__ void best_kernel(const __grid_constant__ struct index_score p)
+{
+    const int32_t t = p.row0 + blockIdx.x, i = p.b.row_seq[t];
+    if (i < 0) return;
+    const struct cuda_seq q = p.b.seqs[i];
+    const int32_t seen = dev_visible(p.kv, q, t);
+    if (!p.all && seen <= q.topk) return;
+    const float *s = p.out + (int64_t)blockIdx.x * p.ld;
+    float *best = p.best + (int64_t)blockIdx.x * (p.ld / INDEX_RUN);
+    for (int32_t run = blockIdx.y * blockDim.x + threadIdx.x; run * INDEX_RUN < seen;
+         run += gridDim.y * blockDim.x) {
+        float m = kern_float(0x7fc00000u);
+        for (int32_t e = run * INDEX_RUN; e < (run + 1) * INDEX_RUN && e < seen; e++)
+            m = fmaxf(m, s[e]); /* passes over NaN */
+        best[run] = m;
     }
 }
 
@@ -462,18 +391,23 @@ template <int KS> static void launch_fmt(struct kern_stream *s, const struct ind
     if (p->fmt == KERN_IK_BF16) launch_rows<KS, KERN_IK_BF16>(s, p);
 }
 
-void index_score_launch(struct kern_stream *s, const struct index_score *p)
+static void launch_plain(struct kern_stream *s, const struct index_score *p)
 {
-    const bool matrix = p->act == KERN_BF16 && p->fmt != KERN_IK_F32 && p->H <= MAX_HEADS;
-    if (p->n_rows == 0) return;
-    switch (matrix ? p->kv.w : 0) {
-    case 32: launch_fmt<2>(s, p); return;
-    case 64: launch_fmt<4>(s, p); return;
-    case 96: launch_fmt<6>(s, p); return;
-    case 128: launch_fmt<8>(s, p); return;
-    default: break;
-    }
     const int64_t each = cuda_ceil(16 * s->n_sm, p->n_rows);
     plain_kernel<<<dim3((unsigned)p->n_rows, (unsigned)(each < 256 ? each : 256)), 32 * PLAIN_WARPS,
                    0, s->cu>>>(*p);
+}
+
+void index_score_launch(struct kern_stream *s, const struct index_score *p)
+{
+    const bool matrix = p->act == KERN_BF16 && p->fmt != KERN_IK_F32 && p->H <= MAX_HEADS;
+    if (p->n_rows == 0 || index_score_wgmma(s, p)) return;
+    switch (matrix ? p->kv.w : 0) {
+    case 32: launch_fmt<2>(s, p); break;
+    case 64: launch_fmt<4>(s, p); break;
+    case 96: launch_fmt<6>(s, p); break;
+    case 128: launch_fmt<8>(s, p); break;
+    default: launch_plain(s, p); break;
+    }
+    if (p->best) best_kernel<<<dim3((unsigned)p->n_rows, 16), 256, 0, s->cu>>>(*p);
 }

@@ -1,7 +1,8 @@
 /* kernels/attn/topk.cuh - the k-th highest of many floats, exactly, by one block of threads.
  *
- * Floats become integers of the same order; three rounds count digits of 11, 11 and 10 bits in shared
- * memory, each among those that agree in the digits before. Counts are exact and so is the result,
+ * Floats become integers of the same order. Of a row in device memory three rounds count digits of 11, 11
+ * and 10 bits in shared memory, each among those that agree in the digits before. Of a few thousand keys
+ * in shared memory the threshold is found by digits of 8 bits. Counts are exact and so is the result,
  * whatever the values and however many are equal.
  */
 #ifndef KERN_ATTN_TOPK_CUH
@@ -18,7 +19,7 @@ enum {
 
 struct topk_shared {
     uint32_t count[TOPK_BINS];
-    uint32_t warp[TOPK_THREADS / 32];
+    uint32_t warp[32];
     uint32_t digit;
     int32_t left;
 };
@@ -36,7 +37,8 @@ static __device__ __forceinline__ float dev_of_order(uint32_t u)
     return kern_float(u & 0x80000000u ? u & 0x7fffffffu : ~u);
 }
 
-/* Sum of v over the threads before this one; *total over all. All threads call it. */
+/* Sum of v over the threads before this one; *total over all. All threads call it; warp[32]. */
+template <int THREADS>
 static __device__ __forceinline__ uint32_t dev_block_before(uint32_t v, uint32_t *warp,
                                                             uint32_t *total)
 {
@@ -49,7 +51,7 @@ static __device__ __forceinline__ uint32_t dev_block_before(uint32_t v, uint32_t
     }
     if (lane == 31) warp[w] = sum;
     __syncthreads();
-    uint32_t all = warp[lane]; /* TOPK_THREADS / 32 of them */
+    uint32_t all = lane < THREADS / 32 ? warp[lane] : 0;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
         const uint32_t o = __shfl_up_sync(~0u, all, d);
@@ -72,6 +74,7 @@ static __device__ __forceinline__ float4 dev_scores(const float *s, int32_t i, i
 }
 
 /* The k-th highest (1 <= k <= n) as an integer; *equal: how many of its equals belong to the k. */
+template <int THREADS>
 static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
                                            struct topk_shared *sh, int32_t *equal)
 {
@@ -80,17 +83,17 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
 #pragma unroll 1
     for (int round = 0; round < 3; round++) {
         const int shift = round == 0 ? 21 : round == 1 ? 10 : 0;
-        const int bins = round == 2 ? 1024 : 2048, each = bins / TOPK_THREADS;
-        for (int i = threadIdx.x; i < TOPK_BINS; i += TOPK_THREADS) sh->count[i] = 0;
+        const int bins = round == 2 ? 1024 : 2048, each = bins / THREADS;
+        for (int i = threadIdx.x; i < TOPK_BINS; i += THREADS) sh->count[i] = 0;
         __syncthreads();
-        for (int32_t i0 = threadIdx.x * 4; i0 < n; i0 += TOPK_THREADS * TOPK_EACH) {
+        for (int32_t i0 = threadIdx.x * 4; i0 < n; i0 += THREADS * TOPK_EACH) {
             float4 v[TOPK_LOADS];
 #pragma unroll
             for (int l = 0; l < TOPK_LOADS; l++)
-                v[l] = dev_scores(s, i0 + l * TOPK_THREADS * 4, n, aligned);
+                v[l] = dev_scores(s, i0 + l * THREADS * 4, n, aligned);
 #pragma unroll
             for (int l = 0; l < TOPK_LOADS; l++) {
-                const int32_t i = i0 + l * TOPK_THREADS * 4;
+                const int32_t i = i0 + l * THREADS * 4;
                 const float x[4] = {v[l].x, v[l].y, v[l].z, v[l].w};
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
@@ -103,13 +106,16 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
         __syncthreads();
         /* Thread by thread from the highest digit down. */
         const int top = bins - 1 - (int)threadIdx.x * each;
-        const uint32_t c0 = sh->count[top], c1 = each == 2 ? sh->count[top - 1] : 0;
-        uint32_t total;
-        const uint32_t before = dev_block_before(c0 + c1, sh->warp, &total);
-        if (before < (uint32_t)k && (uint32_t)k <= before + c0 + c1) {
-            const bool second = (uint32_t)k > before + c0;
-            sh->digit = (uint32_t)(second ? top - 1 : top);
-            sh->left = k - (int32_t)(before + (second ? c0 : 0));
+        uint32_t sum = 0, total;
+        for (int j = 0; j < each; j++) sum += sh->count[top - j];
+        uint32_t before = dev_block_before<THREADS>(sum, sh->warp, &total);
+        for (int j = 0; j < each; j++) {
+            const uint32_t c = sh->count[top - j];
+            if (before < (uint32_t)k && (uint32_t)k <= before + c) {
+                sh->digit = (uint32_t)(top - j);
+                sh->left = k - (int32_t)before;
+            }
+            before += c;
         }
         __syncthreads();
         prefix |= sh->digit << shift;
@@ -119,6 +125,82 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
     *equal = k;
     __syncthreads();
     return prefix;
+}
+
+/* For dev_threshold: counts of three rounds, so that one barrier a round is enough. */
+struct topk_digits {
+    __align__(16) uint32_t count[3][256];
+    uint32_t differ;
+};
+/* A barrier before the first use. */
+static __device__ __forceinline__ void dev_digits_open(struct topk_digits *d)
+{
+    if (threadIdx.x < 256) d->count[0][threadIdx.x] = 0;
+    if (threadIdx.x == 0) d->differ = 0;
+}
+
+/* Of n keys in shared memory, which a barrier has shown to all: the highest bound that at least k (1 <= k <= n)
+ * reach, *count of them, *above of them beyond it; or a lower one that at most k + slack reach. Digits
+ * of eight bits from the highest on in which keys differ. turn: as the first call left it, 0 there. */
+template <int THREADS>
+static __device__ uint32_t dev_threshold(const uint32_t *key, int32_t n, int32_t k, int32_t slack,
+                                         struct topk_digits *d, int *turn, int32_t *count,
+                                         int32_t *above)
+{
+    const int lane = threadIdx.x % 32;
+    const uint32_t some = key[0];
+    uint32_t differ = 0;
+    for (int32_t i = threadIdx.x; i < n; i += THREADS) differ |= key[i] ^ some;
+    differ = __reduce_or_sync(~0u, differ);
+    if (lane == 0 && differ) atomicOr(&d->differ, differ);
+    __syncthreads();
+    int bits = 32 - __clz((int)d->differ); /* that are not known yet */
+    uint32_t at = bits == 32 ? 0 : some >> bits << bits;
+    *count = n;
+    *above = 0;
+    while (bits > 0 && *count > k + slack) {
+        const uint32_t known = bits == 32 ? 0 : ~0u << bits;
+        const int shift = bits < 8 ? 0 : bits - 8;
+        uint32_t *c = d->count[*turn];
+        *turn = *turn == 2 ? 0 : *turn + 1;
+        if (threadIdx.x < 256) d->count[*turn][threadIdx.x] = 0; /* nobody reads it any more */
+        for (int32_t i = threadIdx.x; i < n; i += THREADS) {
+            const uint32_t u = key[i];
+            if ((u & known) == at) atomicAdd(&c[(u & ~known) >> shift], 1u);
+        }
+        __syncthreads();
+        /* Each warp for itself: eight digits a lane, from the highest down. */
+        const uint4 hi = *(const uint4 *)(c + 252 - 8 * lane),
+                    lo = *(const uint4 *)(c + 248 - 8 * lane);
+        const uint32_t v[8] = {hi.w, hi.z, hi.y, hi.x, lo.w, lo.z, lo.y, lo.x};
+        uint32_t sum = 0;
+#pragma unroll
+        for (int j = 0; j < 8; j++) sum += v[j];
+        uint32_t before = sum;
+#pragma unroll
+        for (int s = 1; s < 32; s *= 2) {
+            const uint32_t o = __shfl_up_sync(~0u, before, s);
+            if (lane >= s) before += o;
+        }
+        before += (uint32_t)*above - sum;
+        const bool mine = before < (uint32_t)k && (uint32_t)k <= before + sum;
+        uint32_t digit = 255 - 8 * lane, in = v[0];
+#pragma unroll
+        for (int j = 1; j < 8; j++)
+            if (before + in < (uint32_t)k) { /* this digit is passed */
+                before += in;
+                digit--;
+                in = v[j];
+            }
+        const int from = __ffs((int)__ballot_sync(~0u, mine)) - 1;
+        at |= __shfl_sync(~0u, digit, from) << shift;
+        *above = (int32_t)__shfl_sync(~0u, before, from);
+        *count = *above + (int32_t)__shfl_sync(~0u, in, from);
+        bits = shift;
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) d->differ = 0; /* seen by all; a barrier comes before the next call */
+    return at;
 }
 
 #endif
