@@ -1,4 +1,4 @@
-/* tests/gpu/bench_attn.c - index queries, selection and attention at the shapes of V4-Flash.
+/* tests/gpu/bench_attn.c - attention at the shapes of V4-Flash.
  *
  * Goals are those for one H200. usage: bench_attn [PART OF A NAME, or of an attention's shape] [cuda:N]
  */
@@ -21,15 +21,12 @@ struct world {
     struct kern_seq *seqs; /* host */
     uint32_t *ids;
     int32_t n_seqs, T, layer;
-    struct kern_index_select sel;
     struct kern_attention att;
-    struct kern_index_query query;
     int32_t *lists, *n_lists;
 };
 
 /* B sequences of n_rows rows that end at position `context`. */
-static void world_open(struct world *w, struct bench *b, enum kern_ik_fmt ik, int32_t B,
-                       int32_t n_rows, int32_t context)
+static void world_open(struct world *w, struct bench *b, int32_t B, int32_t n_rows, int32_t context)
 {
     const struct kern_kv_spec sp = {.n_layers = 3,
                                     .ratios = {4, 128, 0},
@@ -38,7 +35,7 @@ static void world_open(struct world *w, struct bench *b, enum kern_ik_fmt ik, in
                                     .window = 128,
                                     .index_dim = W,
                                     .kv_fmt = KERN_KV_FP8,
-                                    .ik_fmt = ik};
+                                    .ik_fmt = KERN_IK_FP8};
     struct tow_err err;
     float row[D];
     static uint64_t seed = 7;
@@ -60,7 +57,8 @@ static void world_open(struct world *w, struct bench *b, enum kern_ik_fmt ik, in
             for (int32_t e = 0; e < y->per_page; e++) {
                 for (int c = 0; c < D; c++) row[c] = bench_normal(&seed);
                 kern_kv_store(KERN_KV_FP8, page + y->main_off, y->per_page, e, row, D, RD);
-                if (layer == C4) kern_ik_store(ik, page + y->index_off, y->per_page, e, row, W);
+                if (layer == C4)
+                    kern_ik_store(KERN_IK_FP8, page + y->index_off, y->per_page, e, row, W);
             }
         }
     for (int layer = 0; layer < 3; layer++)
@@ -93,83 +91,11 @@ static void world_close(struct world *w)
     bench_free_all(w->b);
 }
 
-static int call_query(void *ctx, int i)
-{
-    struct world *w = ctx;
-    (void)i;
-    return w->b->ops->index_query(w->b->s, &w->query);
-}
-static int call_select(void *ctx, int i)
-{
-    struct world *w = ctx;
-    (void)i;
-    return w->b->ops->index_select(w->b->s, &w->sel);
-}
 static int call_attention(void *ctx, int i)
 {
     struct world *w = ctx;
     (void)i;
     return w->b->ops->attention(w->b->s, &w->att);
-}
-
-static void bench_query(struct bench *b, int32_t T, const char *goal)
-{
-    struct world w = {.b = b};
-    char shape[64];
-    if (!bench_wants(b, "index_query")) return;
-    snprintf(shape, sizeof shape, "%d x 64 x 128, fp4", T);
-    w.query = (struct kern_index_query){.q = bench_random(b, (double)T * H * W, KERN_BF16, 1),
-                                        .cos = bench_random(b, (double)T * RD / 2, KERN_F32, 0.5f),
-                                        .sin = bench_random(b, (double)T * RD / 2, KERN_F32, 0.5f),
-                                        .T = T,
-                                        .H = H,
-                                        .w = W,
-                                        .rd = RD,
-                                        .fmt = KERN_IK_FP4,
-                                        .act = KERN_BF16};
-    bench_run(b, &(struct bench_case){.name = "index_query",
-                                      .shape = shape,
-                                      .call = call_query,
-                                      .ctx = &w,
-                                      .bytes = (double)T * (H * W * 4 + RD * 4),
-                                      .goal = goal});
-    bench_free_all(b);
-}
-
-static void bench_select(struct bench *b, enum kern_ik_fmt ik, int32_t B, int32_t n_rows,
-                         int32_t context, const char *goal)
-{
-    static const char *const names[] = {"fp4", "fp8", "bf16"};
-    struct world w;
-    char shape[64];
-    if (!bench_wants(b, "index_select")) return;
-    world_open(&w, b, ik, B, n_rows, context);
-    snprintf(shape, sizeof shape, "%s, %d x %d at %d", names[ik], B, n_rows, context);
-    const double key = ik == KERN_IK_FP4 ? 68 : ik == KERN_IK_FP8 ? 132 : 256, T = w.T;
-    const double seen = (context - n_rows / 2.0) / 4; /* entries of a row, on average */
-    w.sel = (struct kern_index_select){.q = bench_random(b, T * H * W, KERN_BF16, 1),
-                                       .wt = bench_random(b, T * H, KERN_BF16, 1),
-                                       .factor = 0.011f,
-                                       .pages = w.pages,
-                                       .layout = &w.l,
-                                       .layer = C4,
-                                       .seqs = w.seqs,
-                                       .n_seqs = B,
-                                       .T = w.T,
-                                       .H = H,
-                                       .selected = bench_alloc(b, T * TOPK * 4),
-                                       .n_selected = bench_alloc(b, T * 4),
-                                       .sel_ld = TOPK,
-                                       .act = KERN_BF16};
-    bench_run(b, &(struct bench_case){.name = "index_select",
-                                      .shape = shape,
-                                      .call = call_select,
-                                      .ctx = &w,
-                                      .bytes = B * key * context / 4 + T * (H * W * 2 + TOPK * 4),
-                                      .flops = 2.0 * H * W * seen * T,
-                                      .flops_second = BENCH_BF16_FLOPS,
-                                      .goal = goal});
-    world_close(&w);
 }
 
 static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_rows, int32_t context,
@@ -180,7 +106,7 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
     char shape[64];
     snprintf(shape, sizeof shape, "%s, %d x %d at %d", names[layer], B, n_rows, context);
     if (!bench_wants(b, "attention") && !bench_wants(b, shape)) return;
-    world_open(&w, b, KERN_IK_FP8, B, n_rows, context);
+    world_open(&w, b, B, n_rows, context);
     const double T = w.T;
     double keys = 0;
     int32_t *sel = malloc((size_t)w.T * TOPK * 4), *n_sel = malloc((size_t)w.T * 4);
@@ -238,19 +164,6 @@ int main(int argc, char **argv)
     struct bench b;
     int rc = bench_open(&b, argc, argv);
     if (rc) return rc;
-    bench_query(&b, 128, "<= 5 us");
-    bench_query(&b, 8192, "<= 1.2 x");
-    bench_select(&b, KERN_IK_FP8, 1, 1, 64 * K, NULL);
-    bench_select(&b, KERN_IK_FP8, 1, 1, 1024 * K, "<= 14 + 15 us");
-    bench_select(&b, KERN_IK_FP8, 32, 1, 64 * K, NULL);
-    bench_select(&b, KERN_IK_FP8, 32, 1, 512 * K, "<= 1.25 x + 15 us");
-    bench_select(&b, KERN_IK_FP8, 128, 1, 64 * K, NULL);
-    bench_select(&b, KERN_IK_FP4, 1, 1, 1024 * K, NULL);
-    bench_select(&b, KERN_IK_FP4, 32, 1, 64 * K, NULL);
-    bench_select(&b, KERN_IK_FP4, 128, 1, 64 * K, NULL);
-    bench_select(&b, KERN_IK_BF16, 32, 1, 64 * K, NULL);
-    bench_select(&b, KERN_IK_FP8, 1, 8192, 64 * K, "<= 2.2 ms of scores");
-    bench_select(&b, KERN_IK_FP4, 1, 8192, 64 * K, NULL);
     bench_attention(&b, C4, 1, 1, 64 * K, NULL);
     bench_attention(&b, C4, 32, 1, 64 * K, NULL);
     bench_attention(&b, C4, 128, 1, 64 * K, "<= 25 us");

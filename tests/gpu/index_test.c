@@ -1,0 +1,407 @@
+/* tests/gpu/index_test.c - index selection where it is hard: rows of equals, of NaN and of -inf, the best
+ * side by side, ragged batches, lists of every length, chunks against rows alone, pages far apart.
+ *
+ * A selection is held against a plain one from its own scores; scores against the CPU's. More of both in
+ * attn_test.c. Exit 77 where there is no device.
+ */
+#include "tests/support/check.h"
+#include "tests/support/device.h"
+
+#include "common/base/err.h"
+#include "kernels/cuda/table.h"
+#include "kernels/mirror.h"
+#include "kernels/numeric.h"
+#include "kernels/ops.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+enum { H = 64, W = 128, D = 512, RD = 64, POOL = 64, LONGEST = 1 << 20, SPECIAL = 8 };
+
+static struct kern_dev *cpu, *gpu;
+static uint64_t seed = 1;
+
+static float rnd(void)
+{
+    seed ^= seed << 13, seed ^= seed >> 7, seed ^= seed << 17;
+    return (float)(int32_t)(seed >> 32) * 0x1p-31f;
+}
+
+/* A pool of POOL pages of random keys; the first SPECIAL ones are for a test to change. Tables go round
+ * in the others, so that contexts can be long: scores repeat, and equals are many. */
+struct world {
+    struct kern_kv_layout l;
+    uint8_t *pages, *tail;
+    uint32_t *ids;
+    int32_t per_page;
+};
+static void store_key(struct world *w, int page, int e, const float *row)
+{
+    const struct kern_kv_layer *y = &w->l.layer[0];
+    kern_ik_store(w->l.spec.ik_fmt, w->pages + page * w->l.page_bytes + y->index_off, y->per_page,
+                  e, row, W);
+}
+static void world_open(struct world *w, enum kern_ik_fmt ik)
+{
+    const struct kern_kv_spec sp = {.n_layers = 1,
+                                    .ratios = {4},
+                                    .head_dim = D,
+                                    .rope_dim = RD,
+                                    .window = 128,
+                                    .index_dim = W,
+                                    .kv_fmt = KERN_KV_FP8,
+                                    .ik_fmt = ik};
+    float row[W];
+    assert_int_equal(kern_kv_layout_init(&w->l, &sp, NULL), 0);
+    w->pages = calloc(POOL, (size_t)w->l.page_bytes);
+    w->tail = calloc(1, (size_t)w->l.tail_bytes);
+    w->per_page = w->l.layer[0].per_page;
+    const int32_t n = LONGEST / w->l.page_tokens;
+    w->ids = malloc((size_t)n * sizeof *w->ids);
+    assert_true(w->pages && w->tail && w->ids);
+    for (int32_t i = 0; i < n; i++)
+        w->ids[i] = SPECIAL + (uint32_t)(i * 37 + i / 41) % (POOL - SPECIAL);
+    for (int32_t i = 0; i < POOL; i++)
+        for (int32_t e = 0; e < w->per_page; e++) {
+            for (int c = 0; c < W; c++) row[c] = rnd() * 2;
+            store_key(w, i, e, row);
+        }
+    kern_mirror_know(gpu, w->pages, (size_t)(POOL * w->l.page_bytes));
+}
+static void world_close(struct world *w)
+{
+    kern_mirror_forget(gpu);
+    free(w->pages), free(w->tail), free(w->ids);
+}
+static struct kern_seq seq_at(const struct world *w, int32_t row0, int32_t n_rows, int64_t pos0,
+                              int32_t topk)
+{
+    return (struct kern_seq){.row0 = row0,
+                             .n_rows = n_rows,
+                             .pos0 = pos0,
+                             .page_ids = w->ids,
+                             .n_pages = (int32_t)kern_kv_pages_for(pos0 + n_rows, w->l.page_tokens),
+                             .tail = w->tail,
+                             .topk = topk};
+}
+
+struct chosen {
+    int32_t *sel, *n;
+    float *scores, *margin;
+    int64_t ld, topk;
+};
+static struct chosen choose(struct kern_dev *dev, const struct world *w, const uint16_t *q,
+                            const uint16_t *wt, int32_t T, const struct kern_seq *seqs,
+                            int32_t n_seqs, int64_t ld, int64_t topk, bool scores)
+{
+    struct chosen c = {.ld = ld, .topk = topk};
+    c.sel = malloc((size_t)(T * topk) * 4), c.n = malloc((size_t)T * 4);
+    memset(c.sel, 0xa5, (size_t)(T * topk) * 4);
+    if (scores) {
+        c.scores = malloc((size_t)(T * ld) * 4), c.margin = malloc((size_t)T * 4);
+        memset(c.scores, 0xa5, (size_t)(T * ld) * 4);
+    }
+    const struct kern_index_select p = {.q = q,
+                                        .wt = wt,
+                                        .factor = 0.011f,
+                                        .pages = w->pages,
+                                        .layout = &w->l,
+                                        .layer = 0,
+                                        .seqs = seqs,
+                                        .n_seqs = n_seqs,
+                                        .T = T,
+                                        .H = H,
+                                        .selected = c.sel,
+                                        .n_selected = c.n,
+                                        .sel_ld = topk,
+                                        .scores = c.scores,
+                                        .score_ld = ld,
+                                        .margin = c.margin,
+                                        .act = KERN_BF16};
+    assert_int_equal(kern_dev_ops(dev)->index_select(kern_dev_stream(dev), &p), 0);
+    assert_int_equal(kern_stream_sync(kern_dev_stream(dev)), 0);
+    return c;
+}
+static void chosen_free(struct chosen *c)
+{
+    free(c->sel), free(c->n), free(c->scores), free(c->margin);
+}
+
+static const float *ranked;
+static int by_rank(const void *a, const void *b)
+{
+    const int32_t x = *(const int32_t *)a, y = *(const int32_t *)b;
+    const float u = ranked[x], v = ranked[y];
+    if (isnan(u) != isnan(v)) return isnan(u) ? 1 : -1;
+    if (u > v || u < v) return u < v ? 1 : -1;
+    return x < y ? -1 : 1;
+}
+/* Row r is what a sort of its own n scores keeps of them: k, then -1. */
+static void check_row(const struct chosen *c, int32_t r, int32_t n, int32_t topk)
+{
+    const int32_t k = n < topk ? n : topk, *sel = c->sel + r * c->topk;
+    int32_t *order = malloc((size_t)(n + 1) * 4);
+    uint8_t *kept = calloc((size_t)n + 1, 1);
+    for (int32_t e = 0; e < n; e++) order[e] = e;
+    ranked = c->scores + r * c->ld;
+    qsort(order, (size_t)n, 4, by_rank);
+    for (int32_t i = 0; i < k; i++) kept[order[i]] = 1;
+    assert_int_equal(c->n[r], k);
+    for (int32_t e = 0, i = 0; e < n; e++)
+        if (kept[e] && sel[i++] != e)
+            fail_msg("row %d of %d entries, top %d: place %d is %d, not %d", r, n, topk, i - 1,
+                     sel[i - 1], e);
+    for (int64_t i = k; i < c->topk; i++) assert_int_equal(sel[i], -1);
+    for (int64_t e = n; e < c->ld; e++) assert_true(ranked[e] == -INFINITY);
+    if (n <= k) assert_true(isinf(c->margin[r]));
+    if (n > k) {
+        const float a = ranked[order[k - 1]], b = ranked[order[k]];
+        const float want = isnan(a - b) ? (a == b ? 0 : INFINITY) : a - b;
+        assert_true(c->margin[r] == want);
+    }
+    free(order), free(kept);
+}
+/* Scores as the CPU has them; NaN in the same places. */
+static void check_scores(const struct chosen *c, const struct chosen *twin, int32_t r, int32_t n)
+{
+    double top = 0, err = 0;
+    for (int32_t e = 0; e < n; e++) {
+        const double x = (double)c->scores[r * c->ld + e], y = (double)twin->scores[r * c->ld + e];
+        if (isnan(x) != isnan(y) || isinf(x) != isinf(y))
+            fail_msg("row %d, entry %d of %d: %g, not %g", r, e, n, x, y);
+        if (isfinite(x)) top = fmax(top, fabs(y)), err = fmax(err, fabs(x - y));
+    }
+    if (err > 2e-5 * top) fail_msg("row %d of %d entries: scores off by %g of %g", r, n, err, top);
+}
+/* Without scores and margin another bound is sought; the list is the same. */
+static void check_plain(const struct world *w, const uint16_t *q, const uint16_t *wt, int32_t T,
+                        const struct kern_seq *seqs, int32_t n_seqs, const struct chosen *c)
+{
+    struct chosen plain = choose(gpu, w, q, wt, T, seqs, n_seqs, 0, c->topk, false);
+    assert_memory_equal(plain.sel, c->sel, (size_t)(T * c->topk) * 4);
+    assert_memory_equal(plain.n, c->n, (size_t)T * 4);
+    chosen_free(&plain);
+}
+
+static void queries(uint16_t *q, uint16_t *wt, int32_t T)
+{
+    static const float values[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
+    for (int32_t i = 0; i < T * H * W; i++) {
+        const float v = values[(int)(fabsf(rnd()) * 7.99f)];
+        q[i] = kern_bf16_encode(rnd() < 0 ? -v : v);
+    }
+    for (int32_t i = 0; i < T * H; i++) wt[i] = kern_bf16_encode(rnd());
+}
+
+/* Rows of all lengths and lists of all lengths in one batch. */
+static void test_index_select__ragged_rows_keep_what_a_sort_keeps(void **state)
+{
+    static const int32_t entries[] = {0,    1,     15,    16,    17,    63,    64,    65,
+                                      511,  512,   513,   1023,  1025,  2048,  8191,  8193,
+                                      9000, 16384, 16400, 32768, 40000, 65536, 70001, 262144};
+    static const int32_t topk[] = {512, 1, 64, 4096, 1024, 2048};
+    enum { N = sizeof entries / sizeof *entries };
+    static uint16_t q[N * H * W], wt[N * H];
+    (void)state;
+    queries(q, wt, N);
+    for (int ik = KERN_IK_FP4; ik <= KERN_IK_BF16; ik++) {
+        struct world w;
+        world_open(&w, (enum kern_ik_fmt)ik);
+        for (int shift = 0; shift < 6; shift += ik == KERN_IK_FP8 ? 1 : 3) {
+            struct kern_seq seqs[N];
+            for (int i = 0; i < N; i++)
+                seqs[i] =
+                    seq_at(&w, i, 1, entries[i] ? entries[i] * 4 - 1 : 0, topk[(i + shift) % 6]);
+            struct chosen c = choose(gpu, &w, q, wt, N, seqs, N, LONGEST / 4, 4096, true);
+            for (int i = 0; i < N; i++) check_row(&c, i, entries[i], seqs[i].topk);
+            check_plain(&w, q, wt, N, seqs, N, &c);
+            chosen_free(&c);
+        }
+        world_close(&w);
+    }
+}
+
+/* Keys all the same, keys that differ in one page, and pages of the best side by side. */
+static void test_index_select__equals_and_neighbours_have_one_answer(void **state)
+{
+    static const int32_t entries[] = {700, 8192, 20000, 65536, 262144};
+    enum { N = sizeof entries / sizeof *entries };
+    static uint16_t q[N * H * W], wt[N * H];
+    (void)state;
+    queries(q, wt, 1);
+    for (int i = 1; i < N; i++) {
+        memcpy(q + i * H * W, q, H * W * 2);
+        memcpy(wt + i * H, wt, H * 2);
+    }
+    for (int kind = 0; kind < 4; kind++) {
+        struct world w;
+        float key[W], best[W];
+        world_open(&w, KERN_IK_FP8);
+        for (int c = 0; c < W; c++) key[c] = rnd(), best[c] = kern_bf16_decode(q[c]);
+        for (int e = 0; e < w.per_page; e++) { /* page 0: the same key; pages 1 to 7: near `best` */
+            store_key(&w, 0, e, key);
+            for (int page = 1; page < SPECIAL; page++) {
+                for (int c = 0; c < W; c++) key[c] = best[c] + 0.2f * rnd();
+                store_key(&w, page, e, key);
+            }
+        }
+        for (int e = 1; e < w.per_page; e++) /* the very bytes of entry 0 */
+            memcpy(w.pages + w.l.layer[0].index_off + e * W, w.pages + w.l.layer[0].index_off, W);
+        float *scale = (float *)(w.pages + w.l.layer[0].index_off + w.per_page * W);
+        for (int e = 1; e < w.per_page; e++) scale[e] = scale[0];
+        for (int i = 0; i < LONGEST / w.l.page_tokens; i++) {
+            if (kind == 0 || (kind == 1 && i % 50 != 3)) w.ids[i] = 0;
+            if (kind == 2 && i >= 40 && i < 200) w.ids[i] = 1 + (uint32_t)i % 7;
+            if (kind == 3) w.ids[i] = i < 2 ? 1 : 0;
+        }
+        for (int topk = 512; topk <= 2048; topk += 1536) {
+            struct kern_seq seqs[N];
+            for (int i = 0; i < N; i++) seqs[i] = seq_at(&w, i, 1, entries[i] * 4 - 1, topk);
+            struct chosen c = choose(gpu, &w, q, wt, N, seqs, N, LONGEST / 4, topk, true);
+            for (int i = 0; i < N; i++) check_row(&c, i, entries[i], topk);
+            check_plain(&w, q, wt, N, seqs, N, &c);
+            chosen_free(&c);
+        }
+        world_close(&w);
+    }
+}
+
+/* NaN in codes, in scales and in weights; and rows of which all scores are 0 or infinite. */
+static void test_index_select__nan_ranks_last_and_stays_where_it_is(void **state)
+{
+    enum { N = 6 };
+    static const int32_t entries[N] = {600, 600, 20000, 20000, 66000, 20000};
+    static uint16_t q[N * H * W], wt[N * H];
+    (void)state;
+    queries(q, wt, N);
+    for (int h = 0; h < H; h++) wt[3 * H + h] = kern_bf16_encode(-INFINITY);
+    wt[4 * H + 7] = kern_bf16_encode(NAN);
+    for (int h = 0; h < H; h++) wt[5 * H + h] = 0;
+    for (int ik = KERN_IK_FP4; ik <= KERN_IK_BF16; ik++) {
+        struct world w;
+        world_open(&w, (enum kern_ik_fmt)ik);
+        const struct kern_kv_layer *y = &w.l.layer[0];
+        for (int page = SPECIAL; page < POOL; page += 2)
+            for (int e = page % 5; e < w.per_page; e += 1 + page % 9) {
+                uint8_t *part = w.pages + page * w.l.page_bytes + y->index_off;
+                float *scales = (float *)(part + w.per_page * W);
+                if (ik == KERN_IK_FP8 && page % 4 == 0) part[e * W + (e * 13) % W] ^= 0x7f;
+                if (ik == KERN_IK_FP8 && page % 4 == 0)
+                    part[e * W + (e * 7) % W] = e % 2 ? 0x7f : 0xff;
+                if (ik == KERN_IK_FP8 && page % 4 == 2) scales[e] = NAN;
+                if (ik == KERN_IK_FP4) part[w.per_page * (W / 2) + e * 4 + e % 4] = 0xff;
+                if (ik == KERN_IK_BF16) ((uint16_t *)part)[e * W + (e * 13) % W] = 0x7fc1;
+            }
+        struct kern_seq seqs[N];
+        for (int i = 0; i < N; i++) seqs[i] = seq_at(&w, i, 1, entries[i] * 4 - 1, 512);
+        struct chosen c = choose(gpu, &w, q, wt, N, seqs, N, 66000, 512, true);
+        struct chosen twin = choose(cpu, &w, q, wt, N, seqs, N, 66000, 512, true);
+        for (int i = 0; i < N; i++) {
+            if (ik != KERN_IK_FP8 || i < 3) check_scores(&c, &twin, i, entries[i]);
+            check_row(&c, i, entries[i], 512);
+        }
+        check_plain(&w, q, wt, N, seqs, N, &c);
+        chosen_free(&c), chosen_free(&twin);
+        world_close(&w);
+    }
+}
+
+/* A chunk of more rows than share a wave, over two sequences, and drafts of two to four rows. */
+static void test_index_select__chunks_and_drafts_give_the_bits_of_rows_alone(void **state)
+{
+    enum { CHUNK = 333, REST = 9, T = CHUNK + REST, LD = 16900 };
+    static uint16_t q[T * H * W], wt[T * H];
+    (void)state;
+    queries(q, wt, T);
+    for (int kind = KERN_IK_FP4; kind <= KERN_IK_BF16 + 1; kind++) { /* the last: fp8 by codes */
+        const int ik = kind > KERN_IK_BF16 ? KERN_IK_FP8 : kind;
+        struct world w;
+        cuda_fp8_products = kind > KERN_IK_BF16;
+        world_open(&w, (enum kern_ik_fmt)ik);
+        const struct kern_seq seqs[] = {
+            seq_at(&w, 0, CHUNK, 67001, 512), seq_at(&w, CHUNK, 2, 33001, 1024),
+            seq_at(&w, CHUNK + 2, 3, 2050, 512), seq_at(&w, CHUNK + 5, 4, 9999, 512)};
+        struct chosen all = choose(gpu, &w, q, wt, T, seqs, 4, LD, 1024, true);
+        check_plain(&w, q, wt, T, seqs, 4, &all);
+        struct kern_seq drafts[3];
+        for (int i = 0; i < 3; i++) {
+            drafts[i] = seqs[1 + i];
+            drafts[i].row0 -= CHUNK;
+        }
+        struct chosen few =
+            choose(gpu, &w, q + CHUNK * H * W, wt + CHUNK * H, REST, drafts, 3, LD, 1024, true);
+        assert_memory_equal(few.scores, all.scores + CHUNK * LD, REST * LD * 4);
+        assert_memory_equal(few.sel, all.sel + CHUNK * 1024, REST * 1024 * 4);
+        for (int t = 0; t < T; t += t < CHUNK - 6 ? 5 : 1) {
+            const struct kern_seq *from = seqs;
+            while (t >= from->row0 + from->n_rows) from++;
+            const int64_t pos = from->pos0 + t - from->row0;
+            const struct kern_seq one = seq_at(&w, 0, 1, pos, from->topk);
+            struct chosen alone =
+                choose(gpu, &w, q + t * H * W, wt + t * H, 1, &one, 1, LD, 1024, true);
+            if (memcmp(alone.scores, all.scores + (int64_t)t * LD, LD * 4) != 0)
+                fail_msg("kind %d, row %d: other scores alone", kind, t);
+            assert_memory_equal(alone.sel, all.sel + (int64_t)t * 1024, 1024 * 4);
+            if (t % 15 == 0 || t >= CHUNK)
+                check_row(&alone, 0, (int32_t)((pos + 1) / 4), from->topk);
+            chosen_free(&alone);
+        }
+        chosen_free(&all), chosen_free(&few);
+        world_close(&w);
+    }
+    cuda_fp8_products = 0;
+}
+
+/* Products of the codes: an error of the matrix unit's, and the exact best of the scores it makes. */
+static void test_index_select__products_of_codes_are_near_exact_ones(void **state)
+{
+    enum { N = 3 };
+    static const int32_t entries[N] = {700, 5000, 40000};
+    static uint16_t q[N * H * W], wt[N * H];
+    struct world w;
+    struct kern_seq seqs[N];
+    (void)state;
+    queries(q, wt, N);
+    world_open(&w, KERN_IK_FP8);
+    for (int i = 0; i < N; i++) seqs[i] = seq_at(&w, i, 1, entries[i] * 4 - 1, 512);
+    struct chosen exact = choose(gpu, &w, q, wt, N, seqs, N, 40000, 512, true);
+    cuda_fp8_products = 1;
+    struct chosen codes = choose(gpu, &w, q, wt, N, seqs, N, 40000, 512, true);
+    cuda_fp8_products = 0;
+    for (int i = 0; i < N; i++) {
+        double err = 0, mag = 0;
+        check_row(&codes, i, entries[i], 512);
+        for (int32_t e = 0; e < entries[i]; e++) {
+            const double x = (double)codes.scores[i * 40000 + e];
+            const double y = (double)exact.scores[i * 40000 + e];
+            err += (x - y) * (x - y), mag += y * y;
+        }
+        print_message("scores of codes, %d entries: rms %.1e\n", entries[i], sqrt(err / mag));
+        if (!(err <= 1e-3 * 1e-3 * mag)) fail_msg("rms %g", sqrt(err / mag));
+    }
+    chosen_free(&exact), chosen_free(&codes);
+    world_close(&w);
+}
+
+int main(int argc, char **argv)
+{
+    const char *d = getenv("TOW_TEST_DEVICE");
+    char device[64];
+    snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
+    struct tow_err err = {0};
+    if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
+    if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_index_select__ragged_rows_keep_what_a_sort_keeps),
+        cmocka_unit_test(test_index_select__equals_and_neighbours_have_one_answer),
+        cmocka_unit_test(test_index_select__nan_ranks_last_and_stays_where_it_is),
+        cmocka_unit_test(test_index_select__chunks_and_drafts_give_the_bits_of_rows_alone),
+        cmocka_unit_test(test_index_select__products_of_codes_are_near_exact_ones),
+    };
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    int failed = cmocka_run_group_tests_name("gpu/index", tests, NULL, NULL);
+    kern_dev_close(gpu);
+    kern_dev_close(cpu);
+    return failed;
+}
