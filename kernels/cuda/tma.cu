@@ -1,5 +1,5 @@
-/* kernels/cuda/tma.cu - descriptions of tiles for the copy engine. The driver makes them; it is asked for the
- * function at run time, so that nothing links against the driver. */
+/* kernels/cuda/tma.cu - descriptions of tiles for the copy engine. The driver makes them; it is
+ * asked for the function at run time, so that nothing links against the driver. */
 #include "kernels/cuda/tma.cuh"
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-/* kernels/cuda/tma.cuh - tiles of rows to shared memory by the copy engine (sm_90a), barriers that count what
- * has come, and neighbours in a cluster; as single instructions.
+/* kernels/cuda/tma.cuh - tiles of rows to shared memory by the copy engine (sm_90a), barriers that
+ * count what has come, and neighbours in a cluster; as single instructions.
  *
  * Tiles    cuda_tile_map() describes rows of bytes in device memory once a launch; a kernel takes it as
  *          `const __grid_constant__ CUtensorMap`. A tile is `rows` rows of 128 bytes and lies in shared

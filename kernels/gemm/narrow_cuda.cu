@@ -1,15 +1,15 @@
-/* kernels/gemm/narrow_cuda.cu - up to 128 rows of x times placed fp8 or bf16 weights by wgmma: the decode
- * product of sm_90a, of both kinds.
+/* kernels/gemm/narrow_cuda.cu - up to 128 rows of x times placed fp8 or bf16 weights by wgmma: the
+ * decode product of sm_90a, of both kinds.
  *
- * One thread keeps a ring of blocks of 128 k filled by the copy engine, which has enough bytes under way to
- * keep memory busy; it begins with weights, before the rows of x are quantized. Two warpgroups multiply:
- * codes as they lie in the ring, or else weights that become operands in registers, where rows of x have
- * k in the order of slots (mma.cuh).
- * Many tiles of weight rows: a block of threads takes several of 128 rows, one after the other, each warpgroup
- * having 64 of them. Few: tiles of 64 rows, of whose blocks of k the warpgroups take every other one; the
- * totals go from one to the other through shared memory. Clusters that share out k were tried and are slower
- * from 8 rows on (wo_b at 64 rows: 68 us, not 34): what blocks of threads send each other seems to wait
- * behind the weights that are under way.
+ * One thread keeps a ring of blocks of 128 k filled by the copy engine, which has enough bytes
+ * under way to keep memory busy; it begins with weights, before the rows of x are quantized. Two
+ * warpgroups multiply: codes as they lie in the ring, or else weights that become operands in
+ * registers, where rows of x have k in the order of slots (mma.cuh).
+ * Many tiles of weight rows: a block of threads takes several of 128 rows, one after the other,
+ * each warpgroup having 64 of them. Few: tiles of 64 rows, of whose blocks of k the warpgroups
+ * take every other one; the totals go from one to the other through shared memory. Clusters that
+ * share out k were tried and are slower for all but the narrowest (wo_b at 64 rows: 68 us, not
+ * 34): what blocks of threads send each other seems to wait behind the weights under way.
  */
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -202,8 +202,8 @@ static __device__ __forceinline__ void store_fragment(const struct cuda_product 
     }
 }
 
-/* A warpgroup's finished tile, 64 weight rows from n of the group on: turned in shared memory, so that rows of y are
- * written in wide pieces. */
+/* A warpgroup's finished tile, 64 weight rows from n of the group on: turned in shared memory, so
+ * that rows of y are written in wide pieces. */
 template <int N, kern_wfmt F, kind K>
 static __device__ __forceinline__ void
 store_tile_of(const struct cuda_product &p, const struct share &m, int32_t n, float (&total)[N / 2])

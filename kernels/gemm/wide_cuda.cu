@@ -1,15 +1,15 @@
-/* kernels/gemm/wide_cuda.cu - many rows of bf16 times placed fp8 weights by wgmma: the prefill product of the
- * bf16 kind on sm_90a.
+/* kernels/gemm/wide_cuda.cu - many rows of bf16 times placed fp8 weights by wgmma: the prefill
+ * product of the bf16 kind on sm_90a.
  *
- * A block of threads makes tiles of 128 weight rows x 64 H rows of x, one after the other: one thread keeps
- * a ring of groups of 64 k filled by the copy engine, two warpgroups of 64 weight rows each multiply. Codes
- * become bf16 in registers, where wgmma takes its first operand from, once for all columns of a tile, and
- * those of the next block of k are read meanwhile. Block sums of 64 columns at a time go to their
- * totals; while one warpgroup does that, or makes operands, the matrix unit works for the other. The
- * second operand is read from shared memory, so rows of x come with k in the order of slots
- * (cuda_quant.slots): the sums then meet the same factors in the same instructions of 16 k as everywhere.
- * Two blocks of threads with neighbouring weight rows are a cluster that shares its rows of x, each fetching
- * half for both.
+ * A block of threads makes tiles of 128 weight rows x 64 H rows of x, one after the other: one
+ * thread keeps a ring of groups of 64 k filled by the copy engine, two warpgroups of 64 weight
+ * rows each multiply. Codes become bf16 in registers, where wgmma takes its first operand from,
+ * once for all columns of a tile, and those of the next block of k are read meanwhile. Block sums
+ * of 64 columns at a time go to their totals; while one warpgroup does that, or makes operands,
+ * the matrix unit works for the other. The second operand is read from shared memory, so rows of x
+ * come with k in the order of slots (cuda_quant.slots): the sums then meet the same factors in the
+ * same instructions of 16 k as everywhere. Two blocks of threads with neighbouring weight rows are
+ * a cluster that shares its rows of x, each fetching half for both.
  */
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
