@@ -19,6 +19,7 @@
 
 extern "C" {
 #include "common/base/err.h"
+#include "kernels/cuda/table.h"
 #include "kernels/dev_impl.h"
 #include "kernels/kv_layout.h"
 #include "kernels/ops.h"
@@ -97,6 +98,35 @@ void cuda_raise_shared(const void *kernel, int bytes, bool *raised);
         static bool raised_[CUDA_MAX_DEVICES];                                                     \
         cuda_raise_shared((const void *)kernel, (int)(bytes), raised_);                            \
     } while (0)
+
+/* Launches a kernel that may begin before the one before it on the stream has ended: all of its threads
+ * call cuda_await() before they read what other kernels write, or write anything. Batch metadata and
+ * weights may be read earlier. With cuda_hurry() a kernel says that the next one may begin once all blocks
+ * have said so; what only saves launching is lost nowhere else, for the next one waits in cuda_await(). */
+template <typename... P, typename... A>
+static inline void cuda_launch_early(struct kern_stream *s, void (*kernel)(P...), dim3 grid,
+                                     unsigned threads, size_t shared, A... args)
+{
+    cudaLaunchAttribute early = {};
+    early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    early.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = grid;
+    c.blockDim = dim3(threads);
+    c.dynamicSmemBytes = shared;
+    c.stream = s->cu;
+    c.attrs = &early;
+    c.numAttrs = cuda_early_launches ? 1 : 0;
+    cudaLaunchKernelEx(&c, kernel, P(args)...);
+}
+static __device__ __forceinline__ void cuda_await(void)
+{
+    cudaGridDependencySynchronize();
+}
+static __device__ __forceinline__ void cuda_hurry(void)
+{
+    cudaTriggerProgrammaticLaunchCompletion();
+}
 
 static inline int64_t cuda_ceil(int64_t a, int64_t b)
 {

@@ -281,6 +281,24 @@ static struct graph *graph_of(struct cuda_own *o, uint64_t key)
     return &o->graphs[o->n_graphs++];
 }
 
+int cuda_graph_kernels = 0, cuda_early_launches = 1;
+
+static int kernels_of(cudaGraph_t graph)
+{
+    size_t n = 0;
+    int kernels = 0;
+    if (cudaGraphGetNodes(graph, NULL, &n) != cudaSuccess || n == 0) return 0;
+    cudaGraphNode_t *nodes = (cudaGraphNode_t *)malloc(n * sizeof *nodes);
+    if (nodes && cudaGraphGetNodes(graph, nodes, &n) == cudaSuccess)
+        for (size_t i = 0; i < n; i++) {
+            cudaGraphNodeType type;
+            if (cudaGraphNodeGetType(nodes[i], &type) == cudaSuccess)
+                kernels += type == cudaGraphNodeTypeKernel;
+        }
+    free(nodes);
+    return kernels;
+}
+
 /* Captures enqueue(); false when something in it cannot be, after which the stream is as before. */
 static bool capture(struct kern_stream *s, struct graph *g, int (*enqueue)(void *), void *arg)
 {
@@ -296,6 +314,7 @@ static bool capture(struct kern_stream *s, struct graph *g, int (*enqueue)(void 
     const cudaError_t e = cudaStreamEndCapture(s->cu, &graph);
     const bool ok =
         rc == 0 && e == cudaSuccess && cudaGraphInstantiate(&g->exec, graph, 0) == cudaSuccess;
+    if (ok) cuda_graph_kernels = kernels_of(graph);
     if (graph) cudaGraphDestroy(graph);
     if (!ok) {
         if (o->rc == 0)

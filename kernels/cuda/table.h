@@ -20,5 +20,9 @@ extern int cuda_wide_experts;
  * saves 1 to 2 us a product and is right in a graph (gemm_test), but no whole step has been run
  * so. */
 extern int cuda_early_products;
+/* Small kernels begin while the one before still ends: on. */
+extern int cuda_early_launches;
+/* Kernels of the graph that was captured last; bench_step prints it. */
+extern int cuda_graph_kernels;
 
 #endif

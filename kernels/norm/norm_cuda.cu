@@ -1,7 +1,8 @@
 /* kernels/norm/norm_cuda.cu - row norms and rotations.
  *
  * rmsnorm      A block a row; a thread holds two vectors of eight from the first pass to the second.
- *              Which elements a thread adds depends on D alone, whatever the alignment of a row.
+ *              Which elements a thread adds depends on D alone, whatever the alignment of a row: squares of
+ *              eight, then 32 of these by one tree and the sums of 256 by another, as hc_boundary does.
  * heads_rope   At the deployed width a warp takes four heads: it loads them whole (eight 16-byte loads
  *              in flight), leaves the rounded squares in shared memory and adds those up as the CPU
  *              does, eight threads a head; a head's values never leave registers. Without the norm only
@@ -71,13 +72,15 @@ static __device__ __forceinline__ void norm8(const struct kern_rmsnorm &p, void 
 template <bool WIDE>
 static __global__ void __launch_bounds__(NORM_MAX_THREADS) rmsnorm_kernel(struct kern_rmsnorm p)
 {
-    __shared__ float warps[32];
+    __shared__ float parts[KEPT * NORM_MAX_THREADS / 32];
     const int64_t t = blockIdx.x, step = (int64_t)blockDim.x * VEC, D = p.D;
     const int64_t b = p.act == KERN_F32 ? 4 : 2;
     const uint8_t *x = (const uint8_t *)p.x + t * p.ld_x * b;
     uint8_t *y = (uint8_t *)p.y + t * p.ld_y * b;
     const int64_t i0 = (int64_t)threadIdx.x * VEC;
-    float kept[KEPT][VEC], w[KEPT][VEC], s = 0.0f;
+    cuda_hurry();
+    cuda_await();
+    float kept[KEPT][VEC], w[KEPT][VEC], s[KEPT] = {};
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
         if (i0 + k * step < D) {
@@ -86,19 +89,21 @@ static __global__ void __launch_bounds__(NORM_MAX_THREADS) rmsnorm_kernel(struct
         }
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
-        if (i0 + k * step < D) s = add_squares(s, kept[k]);
+        if (i0 + k * step < D) s[k] = add_squares(0.0f, kept[k]);
     for (int64_t i = i0 + KEPT * step; i < D; i += step) { /* rows wider than 8192 */
         float f[VEC];
         load8<WIDE>(x, i, D, p.act, f);
-        s = add_squares(s, f);
+        s[KEPT - 1] = add_squares(s[KEPT - 1], f);
     }
-    s = dev_warp_sum(s);
-    if (blockDim.x > 32) {
-        if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = s;
-        __syncthreads();
-        s = dev_warp_sum(threadIdx.x % 32 < blockDim.x / 32 ? warps[threadIdx.x % 32] : 0.0f);
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        s[k] = dev_warp_sum(s[k]);
+        if (threadIdx.x % 32 == 0) parts[(k * blockDim.x + threadIdx.x) / 32] = s[k];
     }
-    const float rs = 1.0f / sqrtf(s / (float)p.D + p.eps);
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    const float sum = dev_warp_sum(lane < KEPT * (int)blockDim.x / 32 ? parts[lane] : 0.0f);
+    const float rs = 1.0f / sqrtf(sum / (float)p.D + p.eps);
 #pragma unroll
     for (int k = 0; k < KEPT; k++)
         if (i0 + k * step < D) norm8<WIDE>(p, y, i0 + k * step, kept[k], w[k], rs);
@@ -118,9 +123,9 @@ extern "C" int kern_rmsnorm_cuda(struct kern_stream *s, const struct kern_rmsnor
     const bool wide = p->D % VEC == 0 && p->ld_x % VEC == 0 && p->ld_y % VEC == 0 &&
                       cuda_aligned16(p->x) && cuda_aligned16(p->y) && cuda_aligned16(p->w.data);
     if (wide)
-        rmsnorm_kernel<true><<<(unsigned)p->T, (unsigned)threads, 0, s->cu>>>(*p);
+        cuda_launch_early(s, rmsnorm_kernel<true>, dim3((unsigned)p->T), (unsigned)threads, 0, *p);
     else
-        rmsnorm_kernel<false><<<(unsigned)p->T, (unsigned)threads, 0, s->cu>>>(*p);
+        cuda_launch_early(s, rmsnorm_kernel<false>, dim3((unsigned)p->T), (unsigned)threads, 0, *p);
     return cuda_done(s, "rmsnorm");
 }
 
@@ -190,6 +195,8 @@ static __global__ void __launch_bounds__(128) heads_norm_kernel(struct kern_head
     const int lane = threadIdx.x & 31;
     const int64_t n = (int64_t)p.T * p.H;
     const int64_t first = ((int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32) * HEADS;
+    cuda_hurry();
+    cuda_await();
     if (first >= n) return; /* whole warps */
     uint16_t *const q = (uint16_t *)p.q + first * HEAD;
     uint4 v[HEADS][2]; /* elements 8 lane .. and 256 + 8 lane .. of each head */
@@ -241,6 +248,8 @@ static __global__ void rotate_ends_kernel(struct kern_heads_rope p)
 {
     const int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
     const int32_t vecs = p.rd / VEC;
+    cuda_hurry();
+    cuda_await();
     if (i >= (int64_t)p.T * p.H * vecs) return;
     const int64_t head = i / vecs;
     const int32_t e = (int32_t)(i % vecs) * VEC;
@@ -302,11 +311,12 @@ extern "C" int kern_heads_rope_cuda(struct kern_stream *s, const struct kern_hea
     if (wide && !p->norm) {
         if (p->rd == 0) return 0;
         const int64_t blocks = cuda_ceil(n * (p->rd / VEC), 256);
-        rotate_ends_kernel<<<(unsigned)blocks, 256, 0, s->cu>>>(*p);
+        cuda_launch_early(s, rotate_ends_kernel, dim3((unsigned)blocks), 256, 0, *p);
     } else if (wide && p->d == HEAD) {
         /* Few heads: a warp a block, so that they lie on as many multiprocessors as there are. */
         const int warps = n >= (int64_t)HEADS * 4 * s->n_sm ? 4 : 1;
-        heads_norm_kernel<<<(unsigned)cuda_ceil(n, HEADS * warps), 32 * warps, 0, s->cu>>>(*p);
+        cuda_launch_early(s, heads_norm_kernel, dim3((unsigned)cuda_ceil(n, HEADS * warps)),
+                          32u * warps, 0, *p);
     } else {
         const int32_t floats = row_floats_of(p->d);
         const int warps = row_warps(floats);
@@ -325,6 +335,8 @@ static __global__ void kv_prep_kernel(struct kern_kv_prep p, int32_t row_floats)
     float *const row = rows + threadIdx.x / 32 * row_floats;
     const int me = threadIdx.x & 31;
     const int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    cuda_hurry();
+    cuda_await();
     if (t >= p.T) return;
     const int64_t at = t * p.d * (p.act == KERN_F32 ? 4 : 2), angles = t * (p.rd / 2);
     dev_row_load<32>((const uint8_t *)p.x + at, p.act, p.d, row, me);
@@ -341,7 +353,7 @@ extern "C" int kern_kv_prep_cuda(struct kern_stream *s, const struct kern_kv_pre
     const int32_t floats = row_floats_of(p->d);
     const int warps = p->T >= 4 * s->n_sm ? row_warps(floats) : 1;
     CUDA_SHARED(kv_prep_kernel, s->max_shared);
-    kv_prep_kernel<<<(unsigned)cuda_ceil(p->T, warps), 32 * warps, (size_t)warps * floats * 4,
-                     s->cu>>>(*p, floats);
+    cuda_launch_early(s, kv_prep_kernel, dim3((unsigned)cuda_ceil(p->T, warps)), 32u * warps,
+                      (size_t)warps * floats * 4, *p, floats);
     return cuda_done(s, "kv_prep");
 }
