@@ -355,6 +355,19 @@ MIRROR(compress)
     p.inv_freq = in(m, p.inv_freq, p.layout->spec.rope_dim / 2 * 4);
     p.pages = pool(m, p.pages, true);
     p.seqs = send_seqs(m, p.seqs, p.n_seqs, p.layout, true);
+    struct kern_compress other;
+    if (p.also) {
+        other = *p.also;
+        const int64_t w = other.norm.n, k = (int64_t)rows_of(p.seqs, p.n_seqs) * c * w * 4;
+        other.kv = in(m, other.kv, k);
+        other.gate = in(m, other.gate, k);
+        other.ape = in(m, other.ape, y->ratio * c * w * 4);
+        other.norm = vec(m, other.norm);
+        other.inv_freq = p.inv_freq;
+        other.pages = p.pages;
+        other.seqs = p.seqs;
+        p.also = &other;
+    }
     RUN(compress);
 }
 MIRROR(index_query)

@@ -149,6 +149,8 @@ struct kern_index_query {
     int32_t T, H, w, rd;
     enum kern_ik_fmt fmt;
     enum kern_dtype act;
+    /* NULL, or the layer's other compressor: as if it were the next op, with the same batch and pages. */
+    const struct kern_compress *also;
 };
 
 /* Scores every visible entry, keeps each row's topk highest (ties: lower index), ascending.

@@ -38,5 +38,10 @@ int kern_compress_check(const struct kern_compress *p)
         return TOW_EINVAL;
     if (p->index && p->act == KERN_BF16 && (e & (e - 1))) return TOW_EINVAL;
     if (!p->index && p->act == KERN_BF16 && (e - p->layout->spec.rope_dim) % 64) return TOW_EINVAL;
-    return p->n_seqs == 0 || (p->kv && p->gate && p->pages) ? 0 : TOW_EINVAL;
+    const struct kern_compress *o = p->also;
+    if (o && (o->also || o->seqs != p->seqs || o->n_seqs != p->n_seqs || o->pages != p->pages ||
+              o->layout != p->layout || o->layer != p->layer || o->index == p->index))
+        return TOW_EINVAL;
+    if (p->n_seqs > 0 && !(p->kv && p->gate && p->pages)) return TOW_EINVAL;
+    return o ? kern_compress_check(o) : 0;
 }

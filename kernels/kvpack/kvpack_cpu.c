@@ -259,7 +259,7 @@ int KERN_ISA(kern_compress)(struct kern_stream *s, const struct kern_compress *p
     if (!j.pooled || !j.scratch) return TOW_ENOMEM;
     kern_parallel(s, p->n_seqs * j.blocks, fold_part, &j);
     kern_parallel(s, n, finish_part, &j);
-    return 0;
+    return p->also ? KERN_ISA(kern_compress)(s, p->also) : 0;
 }
 
 struct query_job {

@@ -4,21 +4,23 @@
  * a task is a group that closes, or the first rows of a sequence, which go on from its state. So the
  * grid depends on the number of rows alone, positions are read here, and groups run side by side. The
  * threads of a block share the channels and fold tokens one after another, as the CPU does; the pooled
- * row stays in shared memory, where it is rounded, normed, rotated, quantized and stored (row.cuh: with
- * the CPU's bits).
+ * row is rounded, normed, rotated, quantized and stored in shared memory (row.cuh: with the CPU's bits).
+ * A decode step does both in one kernel. In a chunk pooling is bound by memory and the rest by latency,
+ * so pooled rows go through scratch to a kernel of their own.
  *
  * Overlapping groups (four tokens): a group needs its own rows and the first halves of the four before,
  * each from the batch or from the state. Only the first two groups of a sequence can need the state,
  * so one task does these and then replaces the state; every channel of it belongs to one thread.
  *
  * Dense groups: the state is the fold of the open group. The first task reads it, the task of the last
- * group writes it; where these are two, they run side by side, so the new state waits in scratch for a
- * second, small kernel.
- *
- * Bound by memory in a prefill chunk (f32 rows of kv and gate, once), by latency in a decode step.
+ * group writes it; where these are two, they run side by side, so the new state waits in scratch for
+ * the second kernel. A chunk has few of these tasks: there a block takes 128 channels of one, and
+ * tokens come through shared memory, some steps ahead.
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/kv_store.cuh"
+#include "kernels/cuda/mma.cuh"
+#include "kernels/kvpack/entry.cuh"
 
 enum { MAX_LOOK = 32 }; /* rows a block looks at */
 
@@ -30,9 +32,11 @@ struct compress {
     struct kern_vec norm;
     const float *inv_freq;
     float *pending;    /* [n_seqs, 3e]: dense states that wait */
+    float *pooled;     /* NULL, or [T, e]: rows that wait, each as the last token of its group */
     int64_t state_off; /* in the tail */
     int32_t e, look;
-    bool index;
+    int32_t row_floats; /* of a pooled row in shared memory and what finish() keeps behind it */
+    bool index, fast;   /* fast: entry.cuh has the shape */
     float eps;
     enum kern_dtype act;
 };
@@ -127,6 +131,34 @@ static __device__ void finish(const struct compress &a, const struct cuda_seq &q
         dev_kv_store<N>(a.k.kv_fmt, part, a.k.y.per_page, i, row, e, rd, me);
     }
     dev_team_sync<N>(); /* the row is free again */
+}
+
+/* The same by one warp for the shapes of entry.cuh, in two parts, of which the first needs no row yet. */
+static __device__ __forceinline__ bool by_a_warp(const struct compress &a, const struct cuda_seq &q)
+{
+    return a.fast && !(a.index && q.page_step == 2); /* companion pages take other types */
+}
+static __device__ __forceinline__ struct entry entry_of(const struct compress &a,
+                                                        const struct cuda_seq &q, int64_t group)
+{
+    struct entry e;
+    int32_t i;
+    e.part = (uint8_t *)dev_entry_part(a.k, q, a.index, group, &i);
+    e.n = a.k.y.per_page;
+    e.i = i;
+    e.norm = a.norm;
+    e.eps = a.eps;
+    dev_cos_sin((float)(group * a.k.y.ratio) * a.inv_freq[threadIdx.x & 31], &e.cos, &e.sin);
+    return e;
+}
+static __device__ __forceinline__ void finish_fast(const struct compress &a, const struct entry &e,
+                                                   float *row)
+{
+    if (a.index)
+        entry_key(e, row, threadIdx.x & 31);
+    else
+        entry_main(e, row, threadIdx.x & 31);
+    __syncwarp();
 }
 
 /* ------------------------------------------------------------------ overlapping groups of four */
@@ -254,25 +286,63 @@ static __device__ __forceinline__ void update_overlap(const struct compress &a,
 }
 
 template <int N, int V>
-static __global__ void __launch_bounds__(N, 512 / N) overlap_kernel(struct compress a)
+static __device__ __forceinline__ void overlap_tasks(const struct compress &a, float *row,
+                                                     struct tasks &found)
 {
-    extern __shared__ __align__(16) float row[];
-    __shared__ struct tasks found;
     const int me = (int)threadIdx.x;
     find_tasks<true>(a, &found);
+    cuda_hurry();
+    cuda_await();
     for (int32_t i = 0; i < found.n; i++) {
         const int32_t t = found.row[i];
         const struct cuda_seq q = a.b.seqs[a.b.row_seq[t]];
         const bool first = t == q.row0;
-        int64_t group = first ? q.pos0 >> 2 : position(q, t) >> 2;
-        const int64_t end = first ? group + 2 : group + 1;
-        for (; group < end && 4 * group + 4 <= q.pos0 + q.n_rows; group++) {
-            for (int32_t c = me * V; c < a.e; c += N * V) pool_overlap<V>(a, q, group, c, row);
-            finish<N>(a, q, group, row, me);
+        const int64_t group = first ? q.pos0 >> 2 : position(q, t) >> 2;
+        const int64_t closed = (q.pos0 + q.n_rows) >> 2; /* groups of the sequence */
+        const int n = (int)(closed - group < 0           ? 0
+                            : closed - group > first + 1 ? first + 1
+                                                         : closed - group);
+        const bool fast = by_a_warp(a, q);
+        struct entry e;
+        if (fast && !a.pooled && me / 32 < n) e = entry_of(a, q, group + me / 32);
+        for (int k = 0; k < n; k++) {
+            float *to = a.pooled ? a.pooled + (q.row0 + 4 * (group + k) + 3 - q.pos0) * a.e
+                                 : row + k * a.row_floats;
+            for (int32_t c = me * V; c < a.e; c += N * V) pool_overlap<V>(a, q, group + k, c, to);
         }
         if (first)
             for (int32_t c = me * V; c < a.e; c += N * V) update_overlap<V>(a, q, c);
+        if (a.pooled) continue;
+        dev_team_sync<N>();
+        for (int k = 0; k < n; k++) {
+            if (!fast) {
+                finish<N>(a, q, group + k, row + k * a.row_floats, me);
+            } else if (N == 32 || me / 32 == k) {
+                if (k != me / 32) e = entry_of(a, q, group + k);
+                finish_fast(a, e, row + k * a.row_floats);
+            }
+        }
+        dev_team_sync<N>(); /* rows are free again */
     }
+}
+
+template <int N, int V>
+static __global__ void __launch_bounds__(N, 512 / N) overlap_kernel(struct compress a)
+{
+    extern __shared__ __align__(16) float row[];
+    __shared__ struct tasks found;
+    overlap_tasks<N, V>(a, row, found);
+}
+/* A step of decode: both compressors of the layer, by blockIdx.y. */
+struct compress_pair {
+    struct compress a[2];
+};
+static __global__ void __launch_bounds__(128, 4)
+    overlap_pair_kernel(const __grid_constant__ struct compress_pair p)
+{
+    extern __shared__ __align__(16) float row[];
+    __shared__ struct tasks found;
+    overlap_tasks<128, 4>(p.a[blockIdx.y], row, found);
 }
 
 /* ------------------------------------------------------------------ dense groups */
@@ -334,6 +404,36 @@ static __device__ __forceinline__ struct fold fold_rows(const struct compress &a
     return f;
 }
 
+/* A task: rows t .. end-1 of sequence q, of which t is the r-th of its group. */
+struct dense_task {
+    struct cuda_seq q;
+    int32_t seq, t, end, r;
+    bool closes;
+};
+static __device__ __forceinline__ struct dense_task dense_task_of(const struct compress &a,
+                                                                  int32_t row)
+{
+    struct dense_task k;
+    k.seq = a.b.row_seq[row];
+    k.q = a.b.seqs[k.seq];
+    k.t = row - k.q.row0;
+    k.r = (int32_t)((k.q.pos0 + k.t) % a.k.y.ratio);
+    const int32_t left = a.k.y.ratio - k.r;
+    k.end = k.q.n_rows - k.t < left ? k.q.n_rows : k.t + left;
+    k.closes = k.end == k.t + left;
+    return k;
+}
+/* The fold of a sequence's last task becomes its state, or waits. */
+static __device__ __forceinline__ void
+keep_fold(const struct compress &a, const struct dense_task &k, int32_t c, const struct fold &f)
+{
+    if (k.end < k.q.n_rows) return;
+    float *to = k.t == 0 ? state_of(a, k.q) : a.pending + (int64_t)k.seq * 3 * a.e;
+    to[c] = f.m;
+    to[a.e + c] = f.l;
+    to[2 * a.e + c] = f.a;
+}
+
 static __device__ __forceinline__ bool last_is_first(const struct cuda_seq &q, int32_t ratio)
 {
     return (q.pos0 + q.n_rows - 1) / ratio == q.pos0 / ratio;
@@ -344,37 +444,134 @@ template <int N> static __global__ void __launch_bounds__(N) dense_kernel(struct
     extern __shared__ __align__(16) float row[];
     __shared__ struct tasks found;
     const int me = (int)threadIdx.x;
-    const int32_t ratio = a.k.y.ratio;
     find_tasks<false>(a, &found);
+    cuda_hurry();
+    cuda_await();
     for (int32_t i = 0; i < found.n; i++) {
-        const int32_t si = a.b.row_seq[found.row[i]];
-        const struct cuda_seq q = a.b.seqs[si];
-        const int32_t t = found.row[i] - q.row0;
-        const int32_t r = (int32_t)((q.pos0 + t) % ratio), left = ratio - r;
-        const int32_t end = q.n_rows - t < left ? q.n_rows : t + left;
-        const bool closes = end == t + left;
+        const struct dense_task k = dense_task_of(a, found.row[i]);
+        const int64_t group = (k.q.pos0 + k.t) / a.k.y.ratio;
+        const bool fast = by_a_warp(a, k.q);
+        struct entry e;
+        if (fast && me < 32 && k.closes && !a.pooled) e = entry_of(a, k.q, group);
         for (int32_t c = me; c < a.e; c += N) {
-            const struct fold f = fold_rows(a, q, t, end, r, c);
-            if (closes) row[c] = f.a / f.l;
-            if (end < q.n_rows) continue;
-            float *to = t == 0 ? state_of(a, q) : a.pending + (int64_t)si * 3 * a.e;
-            to[c] = f.m;
-            to[a.e + c] = f.l;
-            to[2 * a.e + c] = f.a;
+            const struct fold f = fold_rows(a, k.q, k.t, k.end, k.r, c);
+            float *to = a.pooled ? a.pooled + (int64_t)(k.q.row0 + k.end - 1) * a.e : row;
+            if (k.closes) to[c] = f.a / f.l;
+            keep_fold(a, k, c, f);
         }
-        if (closes) finish<N>(a, q, (q.pos0 + t) / ratio, row, me);
+        if (!k.closes || a.pooled) continue;
+        if (!fast) {
+            finish<N>(a, k.q, group, row, me);
+            continue;
+        }
+        dev_team_sync<N>();
+        if (me < 32) finish_fast(a, e, row);
+        dev_team_sync<N>();
     }
 }
 
-/* States that waited. */
-static __global__ void settle_kernel(struct compress a)
+/* A chunk's: one channel a thread. */
+enum { CHANNELS = 128, FOLD_ROWS = 16, FOLD_STAGES = 3 };
+struct fold_stage {
+    float kv[FOLD_ROWS][CHANNELS], gate[FOLD_ROWS][CHANNELS], ape[FOLD_ROWS][CHANNELS];
+};
+
+/* Rows t .. of the task, as far as it goes; a warp a row at a time. */
+static __device__ __forceinline__ void fetch_rows(const struct compress &a,
+                                                  const struct dense_task &k, int32_t t, int32_t c0,
+                                                  struct fold_stage *to)
 {
-    const int32_t si = (int32_t)blockIdx.x;
-    const struct cuda_seq q = a.b.seqs[si];
-    if (q.n_rows == 0 || last_is_first(q, a.k.y.ratio)) return;
-    float *state = state_of(a, q);
-    for (int32_t c = (int32_t)threadIdx.x; c < 3 * a.e; c += (int32_t)blockDim.x)
-        state[c] = a.pending[(int64_t)si * 3 * a.e + c];
+    const int32_t c = 4 * (threadIdx.x & 31);
+#pragma unroll
+    for (int32_t i = 0; i < FOLD_ROWS; i += CHANNELS / 32) {
+        const int32_t row = i + threadIdx.x / 32;
+        if (t + row >= k.end) break;
+        const int64_t at = (int64_t)(k.q.row0 + t + row) * a.e + c0 + c;
+        dev_copy16(&to->kv[row][c], a.kv + at, true);
+        dev_copy16(&to->gate[row][c], a.gate + at, true);
+        dev_copy16(&to->ape[row][c], a.ape + (int64_t)(k.r + t - k.t + row) * a.e + c0 + c, true);
+    }
+}
+
+static __global__ void __launch_bounds__(CHANNELS) fold_kernel(struct compress a)
+{
+    extern __shared__ __align__(16) uint8_t memory[];
+    struct fold_stage *const stages = (struct fold_stage *)memory;
+    __shared__ struct tasks found;
+    const int me = (int)threadIdx.x;
+    const int32_t c0 = (int32_t)blockIdx.y * CHANNELS, c = c0 + me;
+    find_tasks<false>(a, &found);
+    cuda_hurry();
+    cuda_await();
+    for (int32_t i = 0; i < found.n; i++) {
+        const struct dense_task k = dense_task_of(a, found.row[i]);
+        const int32_t steps = (k.end - k.t + FOLD_ROWS - 1) / FOLD_ROWS;
+        for (int s = 0; s < FOLD_STAGES - 1; s++) {
+            fetch_rows(a, k, k.t + s * FOLD_ROWS, c0, &stages[s]);
+            dev_copy_commit();
+        }
+        struct fold f = {0.0f, 0.0f, 0.0f};
+        if (k.r > 0) {
+            const float *state = state_of(a, k.q);
+            f = {state[c], state[a.e + c], state[2 * a.e + c]};
+        }
+        for (int32_t s = 0; s < steps; s++) {
+            dev_copy_wait<FOLD_STAGES - 2>();
+            __syncthreads(); /* all copies are there, and the stage before this one is free */
+            fetch_rows(a, k, k.t + (s + FOLD_STAGES - 1) * FOLD_ROWS, c0,
+                       &stages[(s + FOLD_STAGES - 1) % FOLD_STAGES]);
+            dev_copy_commit();
+            const struct fold_stage *from = &stages[s % FOLD_STAGES];
+            const int32_t n = k.end - k.t - s * FOLD_ROWS;
+            const bool opens = s == 0 && k.r == 0;
+            if (opens) f = {from->gate[0][me] + from->ape[0][me], 1.0f, from->kv[0][me]};
+            if (n >= FOLD_ROWS && !opens) {
+#pragma unroll
+                for (int j = 0; j < FOLD_ROWS; j++)
+                    fold_in(&f, from->kv[j][me], from->gate[j][me] + from->ape[j][me]);
+            } else {
+                for (int j = opens; j < FOLD_ROWS && j < n; j++)
+                    fold_in(&f, from->kv[j][me], from->gate[j][me] + from->ape[j][me]);
+            }
+        }
+        if (k.closes) a.pooled[(int64_t)(k.q.row0 + k.end - 1) * a.e + c] = f.a / f.l;
+        keep_fold(a, k, c, f);
+        __syncthreads(); /* stages are free again */
+    }
+}
+
+/* ------------------------------------------------------------------ what waited */
+
+/* A team: pooled rows of `look` tokens become entries; a dense state of a sequence whose first row is
+ * there becomes its state. */
+enum { CLOSE_THREADS = 128 };
+template <int N>
+static __global__ void __launch_bounds__(CLOSE_THREADS) close_kernel(struct compress a)
+{
+    extern __shared__ __align__(16) float rows[];
+    const int me = (int)threadIdx.x % N, team = (int)threadIdx.x / N;
+    float *const row = rows + team * a.row_floats;
+    const int32_t ratio = a.k.y.ratio;
+    const int32_t from = ((int32_t)blockIdx.x * (CLOSE_THREADS / N) + team) * a.look;
+    cuda_hurry();
+    cuda_await();
+    for (int32_t t = from; t < from + a.look && t < a.b.T; t++) {
+        const int32_t si = a.b.row_seq[t];
+        if (si < 0) continue;
+        const struct cuda_seq q = a.b.seqs[si];
+        const int64_t pos = position(q, t);
+        if (a.pending && t == q.row0 && !last_is_first(q, ratio))
+            for (int32_t c = me; c < 3 * a.e; c += N)
+                state_of(a, q)[c] = a.pending[(int64_t)si * 3 * a.e + c];
+        if (!a.pooled || (pos + 1) % ratio != 0) continue;
+        for (int32_t c = me; c < a.e; c += N) row[c] = a.pooled[(int64_t)t * a.e + c];
+        if (N == 32 && by_a_warp(a, q)) {
+            __syncwarp();
+            finish_fast(a, entry_of(a, q, pos / ratio), row);
+        } else {
+            finish<N>(a, q, pos / ratio, row, me);
+        }
+    }
 }
 
 /* ------------------------------------------------------------------ compress */
@@ -384,60 +581,132 @@ static void launch_overlap(struct kern_stream *s, const struct compress &a, unsi
                            size_t shared)
 {
     CUDA_SHARED((overlap_kernel<N, V>), s->max_shared);
-    overlap_kernel<N, V><<<blocks, N, shared, s->cu>>>(a);
+    cuda_launch_early(s, overlap_kernel<N, V>, dim3(blocks), N, shared, a);
 }
 template <int N>
 static void launch_dense(struct kern_stream *s, const struct compress &a, unsigned blocks,
                          size_t shared)
 {
     CUDA_SHARED((dense_kernel<N>), s->max_shared);
-    dense_kernel<N><<<blocks, N, shared, s->cu>>>(a);
+    cuda_launch_early(s, dense_kernel<N>, dim3(blocks), N, shared, a);
+}
+static void launch_fold(struct kern_stream *s, const struct compress &a, unsigned blocks)
+{
+    CUDA_SHARED(fold_kernel, s->max_shared);
+    cuda_launch_early(s, fold_kernel, dim3(blocks, (unsigned)(a.e / CHANNELS)), CHANNELS,
+                      FOLD_STAGES * sizeof(struct fold_stage), a);
+}
+template <int N> static void launch_close_by(struct kern_stream *s, const struct compress &a)
+{
+    const int teams = CLOSE_THREADS / N;
+    CUDA_SHARED((close_kernel<N>), s->max_shared);
+    cuda_launch_early(s, close_kernel<N>, dim3((unsigned)cuda_ceil(a.b.T, (int64_t)a.look * teams)),
+                      CLOSE_THREADS, (size_t)teams * a.row_floats * 4, a);
+}
+static void launch_close(struct kern_stream *s, struct compress a)
+{
+    if (!a.fast) {
+        launch_close_by<CLOSE_THREADS>(s, a);
+        return;
+    }
+    /* A warp a row: with few groups more warps look at fewer tokens. */
+    if (a.look > 4) a.look = 4;
+    launch_close_by<32>(s, a);
 }
 
-extern "C" int kern_compress_cuda(struct kern_stream *s, const struct kern_compress *p)
+/* A chunk has a task in every group and sequence, a decode step one in every row. */
+static bool is_chunk(const struct cuda_batch &b)
+{
+    return b.T > 4 * b.n_seqs;
+}
+
+static struct compress compress_of(const struct kern_compress *p, const struct cuda_batch &b)
 {
     struct compress a;
-    int rc = cuda_batch_of(s, p->seqs, p->n_seqs, &a.b);
-    if (rc < 0 || a.b.T == 0) return rc;
+    a.b = b;
     a.k = cuda_kv_of(p->pages, p->layout, p->layer);
     a.kv = p->kv;
     a.gate = p->gate;
     a.ape = p->ape;
     a.norm = p->norm;
     a.inv_freq = p->inv_freq;
+    a.pending = a.pooled = NULL;
     a.state_off = p->index ? a.k.y.istate_off : a.k.y.mstate_off;
     a.e = p->index ? a.k.w : a.k.d;
     a.index = p->index;
     a.eps = p->eps;
     a.act = p->act;
-    /* A decode step has a task in every row, a chunk one in every group and sequence. */
-    const int32_t ratio = a.k.y.ratio;
-    a.look = a.b.T <= 4 * a.b.n_seqs ? 1 : ratio < MAX_LOOK ? ratio : MAX_LOOK;
-    const unsigned blocks = (unsigned)cuda_ceil(a.b.T, a.look);
-    const size_t row = (size_t)((a.e + 3) / 4 * 4 + a.k.rd),
-                 shared = 4 * (row + (a.index ? a.e : 0));
-    if (kern_kv_overlaps(ratio)) {
-        a.pending = NULL;
-        const bool wide = a.e % 4 == 0 && ((uintptr_t)p->kv & 15) == 0 &&
-                          ((uintptr_t)p->gate & 15) == 0 && ((uintptr_t)p->ape & 15) == 0;
+    a.look = !is_chunk(b) ? 1 : a.k.y.ratio < MAX_LOOK ? a.k.y.ratio : MAX_LOOK;
+    a.row_floats = (a.e + 3) / 4 * 4 + a.k.rd + (a.index ? (a.e + 3) / 4 * 4 : 0);
+    a.row_floats = (a.row_floats + 3) / 4 * 4;
+    a.fast = a.act == KERN_BF16 && a.k.rd == ENTRY_ROPE && cuda_aligned16(p->norm.data) &&
+             (a.index ? a.e == ENTRY_KEY && a.k.ik_fmt == KERN_IK_FP8
+                      : a.e == ENTRY_MAIN && a.k.kv_fmt == KERN_KV_FP8);
+    return a;
+}
+static size_t rows_bytes(const struct compress &a)
+{
+    return (size_t)a.row_floats * 4 * (kern_kv_overlaps(a.k.y.ratio) ? 2 : 1);
+}
+/* Four channels can be read at a time. */
+static bool is_wide(const struct compress &a)
+{
+    return a.e % 4 == 0 && cuda_aligned16(a.kv) && cuda_aligned16(a.gate) && cuda_aligned16(a.ape);
+}
+
+static int compress_one(struct kern_stream *s, const struct kern_compress *p,
+                        const struct cuda_batch &batch)
+{
+    struct compress a = compress_of(p, batch);
+    const bool chunk = is_chunk(batch), wide = is_wide(a);
+    const unsigned blocks = (unsigned)cuda_ceil(batch.T, a.look);
+    const size_t shared = rows_bytes(a);
+    if (chunk) {
+        a.pooled = (float *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)batch.T * (size_t)a.e * 4);
+        if (!a.pooled) return TOW_ENOMEM;
+    }
+    if (kern_kv_overlaps(a.k.y.ratio)) {
         if (!wide)
             launch_overlap<128, 1>(s, a, blocks, shared);
         else if (a.e <= 128)
             launch_overlap<32, 4>(s, a, blocks, shared);
         else
             launch_overlap<128, 4>(s, a, blocks, shared);
-        return cuda_done(s, "compress");
+        if (chunk) launch_close(s, a);
+        return 0;
     }
-    a.pending = (float *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)a.b.n_seqs * 3 * a.e * 4);
+    a.pending = (float *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)batch.n_seqs * 3 * a.e * 4);
     if (!a.pending) return TOW_ENOMEM;
-    if (a.e <= 128)
+    if (chunk && wide && a.e % CHANNELS == 0)
+        launch_fold(s, a, blocks);
+    else if (a.e <= 128)
         launch_dense<128>(s, a, blocks, shared);
     else
         launch_dense<512>(s, a, blocks, shared);
     bool several = false; /* no sequence of one row has two groups */
     for (int32_t i = 0; i < p->n_seqs; i++) several |= p->seqs[i].n_rows > 1;
-    if (several) settle_kernel<<<(unsigned)a.b.n_seqs, 256, 0, s->cu>>>(a);
-    return cuda_done(s, "compress");
+    if (chunk || several) launch_close(s, a);
+    return 0;
+}
+
+extern "C" int kern_compress_cuda(struct kern_stream *s, const struct kern_compress *p)
+{
+    struct cuda_batch batch;
+    int rc = cuda_batch_of(s, p->seqs, p->n_seqs, &batch);
+    if (rc < 0 || batch.T == 0) return rc;
+    if (p->also && !is_chunk(batch)) {
+        const struct compress_pair both = {compress_of(p, batch), compress_of(p->also, batch)};
+        const size_t x = rows_bytes(both.a[0]), y = rows_bytes(both.a[1]);
+        if (is_wide(both.a[0]) && is_wide(both.a[1]) && kern_kv_overlaps(both.a[0].k.y.ratio)) {
+            CUDA_SHARED(overlap_pair_kernel, s->max_shared);
+            cuda_launch_early(s, overlap_pair_kernel, dim3((unsigned)batch.T, 2), 128,
+                              x > y ? x : y, both);
+            return cuda_done(s, "compress");
+        }
+    }
+    rc = compress_one(s, p, batch);
+    if (rc == 0 && p->also) rc = compress_one(s, p->also, batch);
+    return rc < 0 ? rc : cuda_done(s, "compress");
 }
 
 /* ------------------------------------------------------------------ window_store */
@@ -457,6 +726,8 @@ static __global__ void window_kernel(struct window_store a)
     float *const row = rows + threadIdx.x / 32 * a.row_floats;
     const int me = threadIdx.x & 31;
     const int64_t t = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    cuda_hurry();
+    cuda_await();
     if (t >= a.b.T || a.b.row_seq[t] < 0) return;
     const struct cuda_seq q = a.b.seqs[a.b.row_seq[t]];
     if (q.row0 + q.n_rows - t > a.k.window) return; /* a later row takes its place */
@@ -479,6 +750,7 @@ extern "C" int kern_window_store_cuda(struct kern_stream *s, const struct kern_w
     const int warps = a.b.T < 4 * s->n_sm || a.row_floats > 2048 ? 1 : 4;
     const size_t shared = (size_t)warps * a.row_floats * 4;
     CUDA_SHARED(window_kernel, s->max_shared);
-    window_kernel<<<(unsigned)cuda_ceil(a.b.T, warps), 32 * warps, shared, s->cu>>>(a);
+    cuda_launch_early(s, window_kernel, dim3((unsigned)cuda_ceil(a.b.T, warps)), 32u * warps,
+                      shared, a);
     return cuda_done(s, "window_store");
 }

@@ -429,7 +429,31 @@ static void inputs_free(struct inputs *in)
     free(in->norm), free(in->inorm), free(in->win);
 }
 
-/* Feeds all rows, at most piece of a sequence at a time (0: all at once; -1: 1 to 40). */
+/* A batch of one row a sequence, side by side, as a decode step has it. */
+struct packed {
+    void *kv, *gate, *ikv, *igate, *win; /* [SEQS, ...] of the device */
+};
+static void pack_row(struct side *d, struct packed *b, const struct inputs *in, int32_t c,
+                     int32_t from, int32_t to)
+{
+    const size_t wide = (size_t)c * HEAD, slim = (size_t)c * KEY;
+    const struct {
+        void *to;
+        const void *from;
+        size_t bytes;
+    } rows[] = {{b->kv, in->kv + (size_t)from * wide, wide * 4},
+                {b->gate, in->gate + (size_t)from * wide, wide * 4},
+                {b->ikv, in->ikv + (size_t)from * slim, slim * 4},
+                {b->igate, in->igate + (size_t)from * slim, slim * 4},
+                {b->win, in->win + (size_t)from * HEAD, HEAD * 2}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        assert_int_equal(kern_stream_write(d->s, (uint8_t *)rows[i].to + (size_t)to * rows[i].bytes,
+                                           rows[i].from, rows[i].bytes),
+                         0);
+}
+
+/* Feeds all rows, at most piece of a sequence at a time (0: all at once; -1: 1 to 40; 1: in steps of
+ * decode). */
 static void cache_fill(struct side *d, struct cache *k, const struct inputs *in, bool shadowed,
                        int32_t piece)
 {
@@ -453,6 +477,15 @@ static void cache_fill(struct side *d, struct cache *k, const struct inputs *in,
     x.norm = (struct kern_vec){put(d, in->inorm, KEY * 2), KERN_BF16, KEY};
     struct kern_window_store w = {
         .kv = put(d, in->win, ROWS * HEAD * 2), .layout = l, .layer = 1, .act = KERN_BF16};
+    const bool steps = piece == 1;
+    struct packed b;
+    if (steps) {
+        m.kv = b.kv = room(d, SEQS * (size_t)c * HEAD * 4);
+        m.gate = b.gate = room(d, SEQS * (size_t)c * HEAD * 4);
+        x.kv = b.ikv = room(d, SEQS * (size_t)c * KEY * 4);
+        x.gate = b.igate = room(d, SEQS * (size_t)c * KEY * 4);
+        w.kv = b.win = room(d, SEQS * HEAD * 2);
+    }
     int32_t done[SEQS] = {0};
     uint32_t cut = 12345;
     for (bool left = true; left;) {
@@ -467,21 +500,23 @@ static void cache_fill(struct side *d, struct cache *k, const struct inputs *in,
                                              : 1 + (int32_t)(cut >> 8) % 40;
             if (rows > most) rows = most;
             if (rows == 0) continue;
-            q[n++] = (struct kern_seq){.row0 = row + done[i],
-                                       .n_rows = rows,
-                                       .pos0 = done[i],
-                                       .page_ids = k->ids[i],
-                                       .n_pages = k->n_ids[i],
-                                       .tail = k->tails + i * l->tail_bytes,
-                                       .topk = 1,
-                                       .shadowed = shadowed};
+            if (steps) pack_row(d, &b, in, c, row + done[i], n);
+            q[n] = (struct kern_seq){.row0 = steps ? n : row + done[i],
+                                     .n_rows = rows,
+                                     .pos0 = done[i],
+                                     .page_ids = k->ids[i],
+                                     .n_pages = k->n_ids[i],
+                                     .tail = k->tails + i * l->tail_bytes,
+                                     .topk = 1,
+                                     .shadowed = shadowed};
+            n++;
             done[i] += rows;
             left |= done[i] < lens[i];
         }
         m.seqs = x.seqs = w.seqs = q;
         m.n_seqs = x.n_seqs = w.n_seqs = n;
+        m.also = ratio == 4 ? &x : NULL;
         assert_int_equal(d->ops->compress(d->s, &m), 0);
-        if (ratio == 4) assert_int_equal(d->ops->compress(d->s, &x), 0);
         assert_int_equal(d->ops->window_store(d->s, &w), 0);
         assert_int_equal(kern_stream_sync(d->s), 0);
     }
