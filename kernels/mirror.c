@@ -305,6 +305,22 @@ MIRROR(hc_expand)
     p.out = out(m, p.out, T * p.hc * p.D * a);
     RUN(hc_expand);
 }
+MIRROR(hc_boundary)
+{
+    BEGIN(hc_boundary);
+    const int64_t T = p.T, a = act(p.act);
+    p.routed = in(m, p.routed, T * p.D * 4);
+    p.y = out(m, p.y, T * p.D * a);
+    p.h = out(m, p.h, T * p.hc * p.D * a);
+    p.base = in(m, p.base, 4 * (int64_t)p.fn.n);
+    p.scale = in(m, p.scale, p.head ? 4 : 12);
+    p.fn = *weights(m, &p.fn, 1);
+    p.norm = vec(m, p.norm);
+    p.x = out(m, p.x, T * p.D * a);
+    p.post = out(m, p.post, T * p.hc * 4);
+    p.comb = out(m, p.comb, T * p.hc * p.hc * 4);
+    RUN(hc_boundary);
+}
 MIRROR(rope_table)
 {
     BEGIN(rope_table);

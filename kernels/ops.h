@@ -80,6 +80,24 @@ struct kern_hc_expand {
     enum kern_dtype act;
 };
 
+/* What lies between two sub-layers: add, hc_expand in place, hc_collapse of the streams that makes, and
+ * rmsnorm, one after the other and with the same bits. */
+struct kern_hc_boundary {
+    const float *routed;   /* NULL, or [T, D]: added to y */
+    void *y;               /* [T, D] act, afterwards undefined; NULL: the streams stay as they are */
+    void *h;               /* [T, hc, D] act */
+    struct kern_weight fn; /* this and the next two as hc_collapse has them */
+    const float *base;
+    const float *scale;
+    struct kern_vec norm; /* [D] */
+    void *x;              /* [T, D] act */
+    float *post, *comb;   /* as hc_expand reads and then hc_collapse writes them */
+    bool head;            /* the collapse is the head's: post and comb stay */
+    int32_t T, hc, D, iters;
+    float hc_eps, norm_eps; /* norm_eps: also rmsnorm's */
+    enum kern_dtype act;
+};
+
 /* cos, sin [T, rd/2] of f32(pos) * inv_freq, the product rounded to f32. */
 struct kern_rope_table {
     const int32_t *pos;    /* [T] */
@@ -139,6 +157,8 @@ struct kern_compress {
     int32_t n_seqs;
     float eps;
     enum kern_dtype act;
+    /* NULL, or the layer's other compressor: as if it were the next op, with the same batch and pages. */
+    const struct kern_compress *also;
 };
 
 /* Index queries: rotate the last rd, and when act is BF16 Hadamard and quantize as fmt (round
@@ -149,8 +169,6 @@ struct kern_index_query {
     int32_t T, H, w, rd;
     enum kern_ik_fmt fmt;
     enum kern_dtype act;
-    /* NULL, or the layer's other compressor: as if it were the next op, with the same batch and pages. */
-    const struct kern_compress *also;
 };
 
 /* Scores every visible entry, keeps each row's topk highest (ties: lower index), ascending.
@@ -331,10 +349,9 @@ struct kern_sample {
 /* The list; it makes the table's members and drives the parity tests. */
 /* clang-format off */
 #define KERN_OPS(X)                                                                                \
-    X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(rope_table) X(heads_rope)          \
-    X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select) X(index_rank)            \
-    X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)          \
-    X(sample)
+    X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(hc_boundary) X(rope_table)         \
+    X(heads_rope) X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select)            \
+    X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix) X(sample)
 /* clang-format on */
 
 struct kern_ops {

@@ -21,6 +21,18 @@ int kern_hc_expand_check(const struct kern_hc_expand *p)
     return p->T == 0 || (p->y && p->h && p->post && p->comb && p->out) ? 0 : TOW_EINVAL;
 }
 
+int kern_hc_boundary_check(const struct kern_hc_boundary *p)
+{
+    const struct kern_hc_expand expand = kern_hc_boundary_expand(p);
+    const struct kern_hc_collapse collapse = kern_hc_boundary_collapse(p);
+    const struct kern_rmsnorm norm = kern_hc_boundary_norm(p);
+    if (!p->y && p->routed) return TOW_EINVAL;
+    if (!p->head && (!p->post || !p->comb)) return TOW_EINVAL;
+    int rc = p->y ? kern_hc_expand_check(&expand) : 0;
+    if (rc == 0) rc = kern_hc_collapse_check(&collapse);
+    return rc < 0 ? rc : kern_rmsnorm_check(&norm);
+}
+
 int kern_mtp_mix_check(const struct kern_mtp_mix *p)
 {
     if (p->T < 0 || p->D < 1 || p->hc < 1) return TOW_EINVAL;

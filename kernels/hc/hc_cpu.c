@@ -13,6 +13,8 @@
 #include "common/base/err.h"
 
 int KERN_ISA(kern_linear)(struct kern_stream *s, const struct kern_linear *p);
+int KERN_ISA(kern_rmsnorm)(struct kern_stream *s, const struct kern_rmsnorm *p);
+int KERN_ISA(kern_add)(struct kern_stream *s, const struct kern_add *p);
 
 struct collapse_job {
     const struct kern_hc_collapse *p;
@@ -146,6 +148,18 @@ int KERN_ISA(kern_hc_expand)(struct kern_stream *s, const struct kern_hc_expand 
 {
     kern_parallel(s, p->T, expand_part, (void *)p);
     return 0;
+}
+
+int KERN_ISA(kern_hc_boundary)(struct kern_stream *s, const struct kern_hc_boundary *p)
+{
+    const struct kern_add add = kern_hc_boundary_add(p);
+    const struct kern_hc_expand expand = kern_hc_boundary_expand(p);
+    const struct kern_hc_collapse collapse = kern_hc_boundary_collapse(p);
+    const struct kern_rmsnorm norm = kern_hc_boundary_norm(p);
+    int rc = p->routed ? KERN_ISA(kern_add)(s, &add) : 0;
+    if (rc == 0 && p->y) rc = KERN_ISA(kern_hc_expand)(s, &expand);
+    if (rc == 0) rc = KERN_ISA(kern_hc_collapse)(s, &collapse);
+    return rc < 0 ? rc : KERN_ISA(kern_rmsnorm)(s, &norm);
 }
 
 static void mtp_mix_part(void *arg, int64_t t, int thread)

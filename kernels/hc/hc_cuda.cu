@@ -18,13 +18,8 @@
  * block, and only a tile of many rows (32 KiB of streams each) makes that less than reading h again.
  * Other shapes and f32 streams take a plain kernel, a block a row.
  */
-#include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/mma.cuh"
-#include "kernels/cuda/row.cuh"
-
-extern "C" {
-#include "kernels/hc/hc.h"
-}
+#include "kernels/hc/boundary.cuh"
 
 enum {
     VEC = 8,                 /* bf16 of a 16-byte load */
@@ -266,49 +261,6 @@ static __global__ void __launch_bounds__(32 * SLICE, 2) mix_many(struct mix p)
 
 /* ------------------------------------------------------------------ what the mixes say */
 
-/* comb: softmax over rows, then columns and rows in turn divided by their sums. One thread; c in
- * registers where HC is known. A quotient by the approximate reciprocal is within 2 ulp, and every round
- * divides by sums of what it has, so nothing adds up. */
-template <int HC>
-static __device__ __forceinline__ void sinkhorn(float *c, int32_t n, int32_t iters, float eps)
-{
-    const int hc = HC ? HC : n;
-#pragma unroll
-    for (int j = 0; j < hc; j++) {
-        float m = c[j * hc], sum = 0.0f;
-#pragma unroll
-        for (int k = 1; k < hc; k++) m = c[j * hc + k] > m ? c[j * hc + k] : m;
-#pragma unroll
-        for (int k = 0; k < hc; k++) {
-            c[j * hc + k] = dev_exp(c[j * hc + k] - m);
-            sum += c[j * hc + k];
-        }
-#pragma unroll
-        for (int k = 0; k < hc; k++) c[j * hc + k] = c[j * hc + k] / sum + eps;
-    }
-    for (int32_t it = 0; it < iters; it++) {
-#pragma unroll
-        for (int j = 0; j < hc; j++) {
-            if (it == 0) break;
-            float sum = 0.0f;
-#pragma unroll
-            for (int k = 0; k < hc; k++) sum += c[j * hc + k];
-            const float r = __fdividef(1.0f, sum + eps);
-#pragma unroll
-            for (int k = 0; k < hc; k++) c[j * hc + k] *= r;
-        }
-#pragma unroll
-        for (int k = 0; k < hc; k++) {
-            float sum = 0.0f;
-#pragma unroll
-            for (int j = 0; j < hc; j++) sum += c[j * hc + k];
-            const float r = __fdividef(1.0f, sum + eps);
-#pragma unroll
-            for (int j = 0; j < hc; j++) c[j * hc + k] *= r;
-        }
-    }
-}
-
 /* Entry i of the mixes, scaled and shifted. */
 static __device__ __forceinline__ float mixed(const struct kern_hc_collapse &p, const float *m,
                                               float rs, int32_t i)
@@ -534,6 +486,13 @@ extern "C" int kern_hc_collapse_cuda(struct kern_stream *s, const struct kern_hc
 {
     if (p->T == 0) return 0;
     const int64_t K = (int64_t)p->hc * p->D;
+    const struct kern_hc_boundary alone = {NULL,      NULL,        (void *)(uintptr_t)p->h,
+                                           p->fn,     p->base,     p->scale,
+                                           {},        p->x,        p->post,
+                                           p->comb,   !p->comb,    p->T,
+                                           p->hc,     p->D,        p->iters,
+                                           p->hc_eps, p->norm_eps, p->act};
+    if (cuda_hc_boundary(s, &alone)) return cuda_done(s, "hc_collapse");
     /* The finish kernel's sums of slices fit where shared memory always is. */
     const bool fast = p->act == KERN_BF16 && p->hc == STREAMS && p->D % VEC == 0 &&
                       K % SLICE_K == 0 && K / SLICE_K <= 256 && cuda_aligned16(p->h) &&

@@ -113,6 +113,12 @@ static void work_of_hc_collapse(const struct kern_hc_collapse *p, struct work *w
     w->flops = 2.0 * p->T * p->fn.n * p->fn.k;
 }
 
+static void work_of_hc_boundary(const struct kern_hc_boundary *p, struct work *w)
+{
+    w->bytes = weight_bytes(&p->fn);
+    w->flops = 2.0 * p->T * p->fn.n * p->fn.k;
+}
+
 static void work_of_attention(const struct kern_attention *p, struct work *w)
 {
     const int32_t ratio = p->layout->layer[p->layer].ratio, window = p->layout->spec.window;

@@ -55,6 +55,7 @@ struct bench_case {
     double flops;        /* 0: bytes alone make the floor */
     double flops_second; /* ceiling of the unit that does them */
     const char *goal;    /* NULL: none */
+    int ops;             /* that a call enqueues, each with these bytes and flops; 0: one */
 };
 
 static inline double bench_now(void)
@@ -189,7 +190,7 @@ static inline bool bench_wants(const struct bench *b, const char *name)
 static inline double bench_run(struct bench *b, const struct bench_case *c)
 {
     if (!bench_wants(b, c->name)) return -1;
-    double t = bench_seconds(b, c->call, c->ctx, 0.2);
+    double t = bench_seconds(b, c->call, c->ctx, 0.2) / (c->ops > 0 ? c->ops : 1);
     if (t < 0) {
         printf("%-18s %-30s FAILED\n", c->name, c->shape);
         b->n_failed++;

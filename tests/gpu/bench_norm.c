@@ -1,10 +1,11 @@
 /* tests/gpu/bench_norm.c - norms, rotations, hyper-connections, compressors and window rows at V4-Flash
  * shapes: a prefill chunk of 8192 rows, and decode steps of 1, 32 and 128 sequences.
  *
- * In a decode step each call is a few launches of a few microseconds; the host enqueues them one by
- * one here, so times below about 3 us show the host. A step replays them as a graph.
- * usage: bench_norm [name part] [cuda:N]
+ * In a decode step a call is a launch of a few microseconds, which the host cannot enqueue as fast: there
+ * as many as thirty-two calls are a graph, as in a step.
+ * usage: bench_norm [name part] [cuda:N] [late]; late: small kernels wait for the end of the one before
  */
+#include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
 enum {
@@ -17,7 +18,7 @@ enum {
     KEY = 128,
     Q_LORA = 1024,
     WINDOW = 128,
-    TURNS = 32,
+    TURNS = 32, /* and calls of a graph */
     MAX_SEQS = 128,
     CONTEXT = 65536
 };
@@ -27,6 +28,8 @@ struct turns {
     const struct kern_ops *ops;
     struct kern_stream *s;
     int n;
+    int (*call)(void *ctx, int i);
+    uint64_t key; /* of the graph; 0: none */
     union {
         struct kern_rmsnorm rmsnorm;
         struct kern_rope_table rope_table;
@@ -34,6 +37,7 @@ struct turns {
         struct kern_kv_prep kv_prep;
         struct kern_hc_collapse hc_collapse;
         struct kern_hc_expand hc_expand;
+        struct kern_hc_boundary hc_boundary;
         struct kern_compress compress;
         struct kern_window_store window_store;
     } p[TURNS];
@@ -50,6 +54,7 @@ CALL(heads_rope)
 CALL(kv_prep)
 CALL(hc_collapse)
 CALL(hc_expand)
+CALL(hc_boundary)
 CALL(compress)
 CALL(window_store)
 
@@ -58,16 +63,41 @@ static struct turns turns_of(struct bench *b, double bytes)
     struct turns t = {.ops = b->ops, .s = b->s, .n = bench_turns(bytes, TURNS)};
     return t;
 }
-static void run(struct bench *b, struct turns *t, int (*call)(void *ctx, int i), const char *name,
-                const char *shape, double bytes, double flops, const char *goal)
+static bool as_graphs;
+static int enqueue(void *arg)
 {
+    struct turns *t = arg;
+    int rc = 0;
+    for (int i = 0; i < TURNS && rc == 0; i++) rc = t->call(t, i);
+    return rc;
+}
+static int replay(void *ctx, int i)
+{
+    struct turns *t = ctx;
+    (void)i;
+    return kern_stream_repeat(t->s, t->key, enqueue, t);
+}
+static void time_turns(struct bench *b, struct turns *t, int (*call)(void *ctx, int i),
+                       const char *name, const char *shape, double bytes, double flops,
+                       const char *goal)
+{
+    static uint64_t key;
+    if (!bench_wants(b, name)) return;
+    t->call = call;
+    t->key = ++key;
     bench_run(b, &(struct bench_case){.name = name,
                                       .shape = shape,
-                                      .call = call,
+                                      .call = as_graphs ? replay : call,
                                       .ctx = t,
                                       .bytes = bytes,
                                       .flops = flops,
-                                      .goal = goal});
+                                      .goal = goal,
+                                      .ops = as_graphs ? TURNS : 1});
+}
+static void run(struct bench *b, struct turns *t, int (*call)(void *ctx, int i), const char *name,
+                const char *shape, double bytes, double flops, const char *goal)
+{
+    time_turns(b, t, call, name, shape, bytes, flops, goal);
     bench_free_all(b);
 }
 
@@ -148,11 +178,11 @@ static void bench_kv_prep(struct bench *b, int32_t T, const char *goal)
     run(b, &t, call_kv_prep, "kv_prep", shape, 4 * n, 0, goal);
 }
 
-static void bench_hc(struct bench *b, int32_t T, const char *collapse_goal, const char *expand_goal)
+static void bench_hc(struct bench *b, int32_t T, const char *goal)
 {
     enum { N = (2 + HC) * HC, K = HC * D };
     const double n = (double)T * D, in_out = 2 * n * (HC + 1), weights = (double)N * K * 4;
-    struct turns t = turns_of(b, in_out), e = turns_of(b, 2 * n * (2 * HC + 1));
+    struct turns t = turns_of(b, in_out), e = turns_of(b, 2 * n * (2 * HC + 1)), both;
     struct kern_weight fn[TURNS];
     float *host = malloc((size_t)N * K * 4);
     char shape[40];
@@ -192,16 +222,40 @@ static void bench_hc(struct bench *b, int32_t T, const char *collapse_goal, cons
                                     .D = D,
                                     .act = KERN_BF16};
     snprintf(shape, sizeof shape, "%d x %d x %d", T, HC, D);
-    bench_run(b, &(struct bench_case){.name = "hc_collapse",
-                                      .shape = shape,
-                                      .call = call_hc_collapse,
-                                      .ctx = &t,
-                                      .bytes = in_out + weights,
-                                      .flops = 2.0 * T * N * K,
-                                      .goal = collapse_goal});
+    time_turns(b, &t, call_hc_collapse, "hc_collapse", shape, in_out + weights, 2.0 * T * N * K,
+               NULL);
+    time_turns(b, &e, call_hc_expand, "hc_expand", shape, 2 * n * (2 * HC + 1), 0, NULL);
+    const void *norm = bench_random(b, D, KERN_F32, 1);
+    for (int routed = 0; routed < 2; routed++) {
+        both = t;
+        for (int i = 0; i < both.n; i++) {
+            const struct kern_hc_collapse c = t.p[i].hc_collapse;
+            const struct kern_hc_expand *x = &e.p[i % e.n].hc_expand;
+            both.p[i].hc_boundary =
+                (struct kern_hc_boundary){.routed = routed ? bench_random(b, n, KERN_F32, 1) : NULL,
+                                          .y = (void *)(uintptr_t)x->y,
+                                          .h = (void *)(uintptr_t)c.h,
+                                          .fn = c.fn,
+                                          .base = base,
+                                          .scale = scale,
+                                          .norm = {norm, KERN_F32, D},
+                                          .x = c.x,
+                                          .post = c.post,
+                                          .comb = c.comb,
+                                          .T = T,
+                                          .hc = HC,
+                                          .D = D,
+                                          .iters = 20,
+                                          .hc_eps = 1e-6f,
+                                          .norm_eps = 1e-6f,
+                                          .act = KERN_BF16};
+        }
+        time_turns(b, &both, call_hc_boundary, routed ? "hc_boundary routed" : "hc_boundary", shape,
+                   4 * n * (HC + 1) + weights + (routed ? 4 * n : 0), 2.0 * T * N * K, goal);
+    }
     for (int i = 0; i < t.n; i++) kern_dev_unplace(b->dev, fn[i].data);
     free(host);
-    run(b, &e, call_hc_expand, "hc_expand", shape, 2 * n * (2 * HC + 1), 0, expand_goal);
+    bench_free_all(b);
 }
 
 /* n sequences of rows rows each, at the end of a context. All layers are alike, so a turn takes another
@@ -272,20 +326,11 @@ static void bench_cache(struct bench *b, int32_t n, int32_t rows, int32_t ratio,
     kern_stream_batch(b->s, q, n);
     snprintf(shape, sizeof shape, "%d x %d rows, ratio %d%s", n, rows, ratio,
              index ? " index" : "");
-    bench_run(b, &(struct bench_case){.name = "compress",
-                                      .shape = shape,
-                                      .call = call_compress,
-                                      .ctx = &t,
-                                      .bytes = bytes,
-                                      .goal = goal});
+    time_turns(b, &t, call_compress, "compress", shape, bytes, 0, goal);
     const double stored = n * (double)(rows < WINDOW ? rows : WINDOW);
     if (ratio == 128)
-        bench_run(b, &(struct bench_case){.name = "window_store",
-                                          .shape = shape,
-                                          .call = call_window_store,
-                                          .ctx = &w,
-                                          .bytes = stored * (HEAD * 2 + HEAD + ROT + 8),
-                                          .goal = "<= 3 us"});
+        time_turns(b, &w, call_window_store, "window_store", shape,
+                   stored * (HEAD * 2 + HEAD + ROT + 8), 0, "<= 3 us");
     kern_stream_batch(b->s, NULL, 0);
     for (int32_t i = 0; i < n; i++) free(lists[i]);
     bench_free_all(b);
@@ -295,10 +340,12 @@ int main(int argc, char **argv)
 {
     static const int32_t batches[] = {1, 32, 128};
     struct bench b;
-    int rc = bench_open(&b, argc, argv);
+    const bool late = argc > 1 && !strcmp(argv[argc - 1], "late");
+    int rc = bench_open(&b, argc - late, argv);
     if (rc) return rc;
+    if (late) cuda_early_launches = 0;
     puts("-- a prefill chunk");
-    bench_hc(&b, CHUNK, "boundary (collapse + expand) <= 200 us", NULL);
+    bench_hc(&b, CHUNK, "<= 200 us");
     bench_rmsnorm(&b, CHUNK, D, "<= 1.2 x");
     bench_rmsnorm(&b, CHUNK, Q_LORA, "<= 1.2 x");
     bench_rope_table(&b, CHUNK);
@@ -309,9 +356,10 @@ int main(int argc, char **argv)
     bench_cache(&b, 1, CHUNK, 4, true, "<= 1.35 x");
     bench_cache(&b, 1, CHUNK, 128, false, "<= 1.35 x");
     puts("-- decode steps");
+    as_graphs = true;
     for (int i = 0; i < 3; i++) {
         const int32_t n = batches[i];
-        bench_hc(&b, n, "boundary (collapse + expand) <= 5 us", NULL);
+        bench_hc(&b, n, "<= 5 us");
         bench_rmsnorm(&b, n, D, "<= 3 us");
         bench_rope_table(&b, n);
         bench_heads_rope(&b, n, true, "<= 5 us");

@@ -25,6 +25,7 @@
  */
 #include "common/model/forward.h"
 #include "common/model/sample.h"
+#include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
 #include <math.h>
@@ -177,6 +178,17 @@ static void work_of_hc_expand(const struct kern_hc_expand *p, struct work *w)
 {
     w->bytes = (double)p->T * p->D * elem(p->act) * (2 * p->hc + 1);
 }
+static void work_of_hc_boundary(const struct kern_hc_boundary *p, struct work *w)
+{
+    const double n = (double)p->T * p->D, a = elem(p->act);
+    if (p->head)
+        snprintf(w->name, sizeof w->name, "hc_boundary head");
+    else
+        timing.n_collapse++;
+    w->bytes = weight_bytes(&p->fn) + n * a * (p->hc + 1);
+    if (p->y) w->bytes += n * a * (p->hc + 1) + (p->routed ? 4 * n : 0);
+    w->flops = 2.0 * p->T * p->fn.n * p->fn.k;
+}
 static void work_of_rope_table(const struct kern_rope_table *p, struct work *w)
 {
     w->bytes = (double)p->T * p->rd * 4;
@@ -313,7 +325,7 @@ static void count(const struct work *w, double took)
     slot->now_calls++;
     enum kind k = ONCE;
     if (timing.n_collapse > 0 && strncmp(w->name, "head ", 5) &&
-        strcmp(w->name, "hc_collapse head")) {
+        strcmp(w->name, "hc_boundary head")) {
         const int32_t ratio = s->ratios[layer_now()];
         k = ratio == 0 ? WINDOW : kern_kv_overlaps(ratio) ? C4 : C128;
     }
@@ -659,8 +671,11 @@ static void bench_decode(int32_t n, int64_t context)
     cases[c].greedy = drawn_step(n, &pos, &greedy);
     cases[c].random = drawn_step(n, &pos, &random);
     cases[c].read = read_seconds(n);
+    const int kernels = cuda_graph_kernels; /* of this step: the passes below are no graph */
     time_ops(c, n, 1, pos);
     say(&cases[c]);
+    printf("%d kernels, %.1f a layer; ", kernels,
+           (double)kernels / model_peek_weights(model)->shape.n_layers);
 }
 
 /* ------------------------------------------------------------------ output */

@@ -92,22 +92,27 @@ static void check_bytes(const char *what, const void *got, const void *want, siz
         fail_msg("%s: %zu of %zu bytes differ, the first at %zu: %d, not %d", what, n_wrong, n,
                  first, a[first], b[first]);
 }
-/* bf16 within one step of the last place, or within tol, where sums differ in their last bits; and
+/* bf16 within some steps of the last place, or within tol, where sums differ in their last bits; and
  * rarely. */
-static void check_halves(const char *what, const uint16_t *got, const uint16_t *want, size_t n,
-                         float tol)
+static void check_steps(const char *what, const uint16_t *got, const uint16_t *want, size_t n,
+                        float tol, float steps)
 {
     size_t n_wrong = 0;
     for (size_t i = 0; i < n; i++) {
         if (got[i] == want[i]) continue;
         const float a = kern_bf16_decode(got[i]), b = kern_bf16_decode(want[i]);
         if (isnan(a) && isnan(b)) continue;
-        if (!(fabsf(a - b) <= fabsf(b) * 0x1p-7f + tol))
+        if (!(fabsf(a - b) <= fabsf(b) * steps * 0x1p-7f + tol))
             fail_msg("%s: element %zu of %zu is %g, not %g", what, i, n, (double)a, (double)b);
         n_wrong++;
     }
     if (n_wrong > n / 100 + 1)
         fail_msg("%s: %zu of %zu elements differ by a step", what, n_wrong, n);
+}
+static void check_halves(const char *what, const uint16_t *got, const uint16_t *want, size_t n,
+                         float tol)
+{
+    check_steps(what, got, want, n, tol, 1);
 }
 static void check_floats(const char *what, const float *got, const float *want, size_t n, float tol)
 {
@@ -397,6 +402,142 @@ static void test_hc_expand__has_the_cpus_bits(void **state)
     free(y), free(h), free(post), free(comb);
 }
 
+/* --- the boundary: all four ops at once */
+
+struct crossed {
+    uint16_t *h, *x;
+    float *post, *comb;
+};
+static struct crossed cross(struct side *d, const struct kern_hc_boundary *p, const uint16_t *y,
+                            const struct crossed *from, int32_t piece, bool apart)
+{
+    const int32_t D = p->D;
+    const size_t n = (size_t)HC_T * (size_t)D, room_h = n * HC * 2;
+    struct kern_hc_boundary q = *p;
+    uint16_t *h = put(d, from->h, room_h), *x = room(d, n * 2), *in = y ? put(d, y, n * 2) : NULL;
+    float *post = put(d, from->post, HC_T * HC * 4), *comb = put(d, from->comb, HC_T * HC * HC * 4);
+    for (int32_t t = 0; t < HC_T; t += piece) {
+        q.T = HC_T - t < piece ? HC_T - t : piece;
+        q.routed = p->routed ? p->routed + (int64_t)t * D : NULL;
+        q.y = in ? in + (int64_t)t * D : NULL;
+        q.h = h + (int64_t)t * HC * D;
+        q.x = x + (int64_t)t * D;
+        q.post = post + t * HC, q.comb = comb + t * HC * HC;
+        if (!apart) {
+            assert_int_equal(d->ops->hc_boundary(d->s, &q), 0);
+            continue;
+        }
+        const struct kern_add add = {q.routed, q.y, q.y, (int64_t)q.T * D, q.act};
+        const struct kern_hc_expand expand = {q.y, q.h, q.post, q.comb, q.h, q.T, HC, D, q.act};
+        const struct kern_hc_collapse collapse = {.h = q.h,
+                                                  .fn = q.fn,
+                                                  .base = q.base,
+                                                  .scale = q.scale,
+                                                  .x = q.x,
+                                                  .post = q.head ? NULL : q.post,
+                                                  .comb = q.head ? NULL : q.comb,
+                                                  .T = q.T,
+                                                  .hc = HC,
+                                                  .D = D,
+                                                  .iters = q.iters,
+                                                  .hc_eps = q.hc_eps,
+                                                  .norm_eps = q.norm_eps,
+                                                  .act = q.act};
+        const struct kern_rmsnorm norm = {q.x, q.norm, q.x, D, D, q.T, D, q.norm_eps, q.act};
+        if (q.routed) assert_int_equal(d->ops->add(d->s, &add), 0);
+        if (q.y) assert_int_equal(d->ops->hc_expand(d->s, &expand), 0);
+        assert_int_equal(d->ops->hc_collapse(d->s, &collapse), 0);
+        assert_int_equal(d->ops->rmsnorm(d->s, &norm), 0);
+    }
+    return (struct crossed){get(d, h, room_h), get(d, x, n * 2), get(d, post, HC_T * HC * 4),
+                            get(d, comb, HC_T * HC * HC * 4)};
+}
+static void crossed_free(struct crossed *c)
+{
+    free(c->h), free(c->x), free(c->post), free(c->comb);
+}
+
+static void boundary_case(int32_t D, bool expands, bool routed, bool head, enum kern_wfmt fmt)
+{
+    static const int32_t pieces[] = {1, 15, 16, 17, 128, 130};
+    const int64_t K = (int64_t)HC * D, n = (int64_t)HC_T * D;
+    const int32_t N = head ? HC : (2 + HC) * HC;
+    const bool f32 = fmt == KERN_W_F32;
+    uint16_t *y = halves(n, 1), *fn16 = halves(N * K, 0.02f), *w16 = halves(D, 1);
+    float *fn = floats(N * K, 0.02f), *base = floats(N, 1), *scale = floats(3, 1);
+    float *sum = floats(n, 1), *w = floats(D, 1);
+    struct crossed from = {halves(n * HC, 1), NULL, floats(HC_T * HC, 0.5f),
+                           floats(HC_T * HC * HC, 0.3f)},
+                   got[SIDES];
+    y[7 * D + 9] = 0x7fc0; /* NaN: row 7 only */
+    for (int i = 0; i < SIDES; i++) {
+        struct side *d = &sides[i];
+        struct kern_weight weight = {.data = f32 ? (void *)fn : (void *)fn16,
+                                     .fmt = fmt,
+                                     .n = N,
+                                     .k = (int32_t)K,
+                                     .row_bytes = K * (f32 ? 4 : 2),
+                                     .scale2 = 1};
+        assert_int_equal(kern_dev_place(d->dev, &weight, 1, NULL), 0);
+        struct kern_hc_boundary p = {
+            .routed = routed ? put(d, sum, (size_t)n * 4) : NULL,
+            .fn = weight,
+            .base = put(d, base, (size_t)N * 4),
+            .scale = put(d, scale, 12),
+            .norm = {put(d, f32 ? (void *)w : (void *)w16, (size_t)D * (f32 ? 4 : 2)),
+                     f32 ? KERN_F32 : KERN_BF16, D},
+            .head = head,
+            .hc = HC,
+            .D = D,
+            .iters = 20,
+            .hc_eps = 1e-6f,
+            .norm_eps = 1e-6f,
+            .act = KERN_BF16};
+        const uint16_t *in = expands ? y : NULL;
+        got[i] = cross(d, &p, in, &from, HC_T, false);
+        for (int k = 0; i == GPU && k < 8; k++) {
+            struct crossed c = cross(d, &p, in, &from, k < 6 ? pieces[k] : HC_T, k >= 6);
+            char what[64];
+            snprintf(what, sizeof what, "hc_boundary, %d %s", k < 6 ? pieces[k] : HC_T,
+                     k < 6 ? "rows at a time" : "rows, op by op");
+            check_bytes(what, c.h, got[GPU].h, (size_t)n * HC * 2);
+            check_bytes(what, c.post, got[GPU].post, HC_T * HC * 4);
+            check_bytes(what, c.comb, got[GPU].comb, HC_T * HC * HC * 4);
+            check_bytes(what, c.x, got[GPU].x, (size_t)n * 2);
+            crossed_free(&c);
+            /* Buffers of a try, up to what all share. */
+            while (d->n_mem > 4) kern_dev_free(d->dev, d->mem[--d->n_mem]);
+        }
+        kern_dev_unplace(d->dev, weight.data);
+    }
+    for (int64_t i = 0; i < n * HC; i++) /* one NaN is like another */
+        if (isnan(kern_bf16_decode(got[CPU].h[i])) && isnan(kern_bf16_decode(got[GPU].h[i])))
+            got[CPU].h[i] = got[GPU].h[i];
+    check_bytes("streams", got[GPU].h, got[CPU].h, (size_t)n * HC * 2);
+    for (int64_t t = 0; t < HC_T; t++) { /* a row of NaN has nothing to compare */
+        const bool bad = expands && t == 7;
+        assert_int_equal(isnan(kern_bf16_decode(got[GPU].x[t * D])) != 0, bad);
+        if (bad) continue;
+        check_floats("post", got[GPU].post + t * HC, got[CPU].post + t * HC, HC, 2e-5f);
+        check_floats("comb", got[GPU].comb + t * HC * HC, got[CPU].comb + t * HC * HC, HC * HC,
+                     2e-5f);
+    }
+    /* Rounded twice: by the collapse, and by the norm what that made of it. */
+    check_steps("x", got[GPU].x, got[CPU].x, (size_t)n, 2e-5f, 2);
+    crossed_free(&got[CPU]), crossed_free(&got[GPU]), crossed_free(&from);
+    free(y), free(fn16), free(w16), free(fn), free(base), free(scale), free(sum), free(w);
+    clear(NULL);
+}
+static void test_hc_boundary__has_the_bits_of_its_ops(void **state)
+{
+    (void)state;
+    boundary_case(4096, true, true, false, KERN_W_F32);
+    boundary_case(4096, true, false, false, KERN_W_BF16);
+    boundary_case(4096, false, false, false, KERN_W_F32);
+    boundary_case(4096, true, true, true, KERN_W_F32);
+    boundary_case(512, true, true, false, KERN_W_F32); /* op by op */
+}
+
 /* --- the cache: three sequences grow in pieces, compressed and stored */
 
 enum { SEQS = 3, HEAD = 512, ROT = 64, KEY = 128, WINDOW = 128, MAX_IDS = 16 };
@@ -673,6 +814,7 @@ int main(void)
         cmocka_unit_test_teardown(test_heads_rope__has_the_cpus_bits, clear),
         cmocka_unit_test_teardown(test_kv_prep__has_the_cpus_bits, clear),
         cmocka_unit_test_teardown(test_hc_collapse__few_rows_and_many_have_the_same_bits, clear),
+        cmocka_unit_test_teardown(test_hc_boundary__has_the_bits_of_its_ops, clear),
         cmocka_unit_test_teardown(test_hc_expand__has_the_cpus_bits, clear),
         cmocka_unit_test_teardown(test_cache__has_the_cpus_bytes_in_any_pieces, clear),
         cmocka_unit_test_teardown(test_cache__pages_lie_beyond_four_gib, clear),

@@ -368,6 +368,54 @@ static void case_hc_expand(struct op_run *r)
     done_flat(r, out, n_h * b, (int)b);
 }
 
+static void case_hc_boundary(struct op_run *r)
+{
+    static const int32_t ds[] = {16, 20, 64, 100};
+    int32_t T = PICK(r, t_list), D = PICK(r, ds), hc = 1 + r->variant % 5;
+    const bool head = r->variant % 3 == 0, expands = r->variant % 4 != 1;
+    const bool routed = expands && r->variant / 2 % 2;
+    int32_t nf = head ? hc : (2 + hc) * hc;
+    enum kern_dtype act = r->variant % 2;
+    r->f32 = act == KERN_F32;
+    const int b = kern_dtype_bytes(act);
+    const int64_t n_h = (int64_t)T * hc * D;
+    void *y = input(r, T, D, D, act), *h = output(r, n_h * b), *x = output(r, (int64_t)T * D * b);
+    float *sum = floats(r, T * D + 1), *post = output(r, T * hc * 4),
+          *comb = output(r, T * hc * hc * 4);
+    memcpy(h, input(r, T, hc * D, hc * D, act), (size_t)(n_h * b));
+    memcpy(post, floats(r, T * hc + 1), (size_t)(T * hc) * 4);
+    memcpy(comb, floats(r, T * hc * hc + 1), (size_t)(T * hc * hc) * 4);
+    struct kern_weight fn = weight(r, KERN_W_F32, nf, hc * D);
+    float *base = floats(r, nf), *scale = floats(r, 3);
+    struct kern_vec norm = vec(r, D, r->variant / 3 % 2);
+    PIECES(t, n, T)
+    {
+        struct kern_hc_boundary p = {.routed = routed ? sum + t * D : NULL,
+                                     .y = expands ? at(y, t * D, act) : NULL,
+                                     .h = at(h, (int64_t)t * hc * D, act),
+                                     .fn = fn,
+                                     .base = base,
+                                     .scale = scale,
+                                     .norm = norm,
+                                     .x = at(x, t * D, act),
+                                     .post = post + t * hc,
+                                     .comb = comb + t * hc * hc,
+                                     .head = head,
+                                     .T = n,
+                                     .hc = hc,
+                                     .D = D,
+                                     .iters = 20,
+                                     .hc_eps = 1e-6f,
+                                     .norm_eps = 1e-6f,
+                                     .act = act};
+        assert_int_equal(r->ops->hc_boundary(r->s, &p), 0);
+    }
+    done_flat(r, h, n_h * b, b);
+    done_flat(r, x, (int64_t)T * D * b, b);
+    done_flat(r, post, T * hc * 4, 4);
+    done_flat(r, comb, T * hc * hc * 4, 4);
+}
+
 static void case_rope_table(struct op_run *r)
 {
     r->f32 = true;
