@@ -27,7 +27,8 @@ struct scratch {
     void *qr;                       /* [R, q_lora] */
     void *q, *o;                    /* [R, H, d] */
     void *kv;                       /* [R, d] */
-    float *ckv, *cgate;             /* [R, c*e] of either compressor */
+    float *ckv, *cgate;             /* [R, c*d] of the main compressor */
+    float *ikv, *igate;             /* [R, 2w] of the indexer's */
     void *iq, *iwt;                 /* [R, Hi, w], [R, Hi] */
     int32_t *selected, *n_selected; /* [R, max_topk], [R] */
     void *capture_q;                /* [Hi * wi] act: one row's queries for a shadow type */
@@ -109,7 +110,6 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     const struct model_shape *s = &m->w->shape;
     struct scratch *k = &m->s;
     int64_t a = kern_dtype_bytes(m->act), f = 4, half = s->rd / 2;
-    int64_t widest = 2 * (int64_t)(s->d > s->index_dim ? s->d : s->index_dim);
     bool bad = false;
 
     k->h = rows(m, (int64_t)s->hc * s->D, a, &bad);
@@ -129,8 +129,10 @@ static int alloc_scratch(struct model *m, struct tow_err *err)
     k->q = rows(m, (int64_t)s->H * s->d, a, &bad);
     k->o = rows(m, (int64_t)s->H * s->d, a, &bad);
     k->kv = rows(m, s->d, a, &bad);
-    k->ckv = rows(m, widest, f, &bad);
-    k->cgate = rows(m, widest, f, &bad);
+    k->ckv = rows(m, 2 * (int64_t)s->d, f, &bad);
+    k->cgate = rows(m, 2 * (int64_t)s->d, f, &bad);
+    k->ikv = rows(m, 2 * (int64_t)s->index_dim, f, &bad);
+    k->igate = rows(m, 2 * (int64_t)s->index_dim, f, &bad);
     k->iq = rows(m, (int64_t)s->index_heads * s->index_dim, a, &bad);
     k->iwt = rows(m, s->index_heads, a, &bad);
     k->selected = rows(m, m->opt.max_topk, f, &bad);
@@ -199,13 +201,13 @@ static void free_staging(struct staging *h)
 static void free_scratch(struct model *m)
 {
     struct scratch *k = &m->s;
-    void *all[] = {k->h,         k->x,        k->y,           k->post,        k->comb,   k->pos,
-                   k->ids,       k->cos[0],   k->cos[1],      k->sin[0],      k->sin[1], k->qr,
-                   k->q,         k->o,        k->kv,          k->ckv,         k->cgate,  k->iq,
-                   k->iwt,       k->selected, k->n_selected,  k->sample_rows, k->edits,  k->choices,
-                   k->capture_q, k->ranks,    k->border,      k->logits,      k->o_low,  k->gate,
-                   k->experts,   k->weights,  k->margin,      k->routed,      k->sg,     k->su,
-                   k->shared,    k->mtp_in,   m->inv_freq[0], m->inv_freq[1]};
+    void *all[] = {k->h,     k->x,       k->y,         k->post,     k->comb,        k->pos,
+                   k->ids,   k->cos[0],  k->cos[1],    k->sin[0],   k->sin[1],      k->qr,
+                   k->q,     k->o,       k->kv,        k->ckv,      k->cgate,       k->ikv,
+                   k->igate, k->iq,      k->iwt,       k->selected, k->n_selected,  k->sample_rows,
+                   k->edits, k->choices, k->capture_q, k->ranks,    k->border,      k->logits,
+                   k->o_low, k->gate,    k->experts,   k->weights,  k->margin,      k->routed,
+                   k->sg,    k->su,      k->shared,    k->mtp_in,   m->inv_freq[0], m->inv_freq[1]};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(m->dev, all[i]);
 }
 
@@ -394,6 +396,11 @@ int64_t model_tail_mtp_pos(const uint8_t *tail)
 
 /* ------------------------------------------------------------------ one pass */
 
+/* What a sub-layer made and the streams have not taken in yet: y, with routed the sum of both. */
+struct made {
+    const float *routed;
+    void *y;
+};
 /* What every step of one pass needs. rc is sticky: after a failure the remaining ops are
  * skipped. */
 struct pass {
@@ -401,6 +408,7 @@ struct pass {
     const struct model_batch *b;
     int32_t T;
     int rc;
+    struct made made;
 };
 
 #define OP(p, op, ...)                                                                             \
@@ -482,24 +490,91 @@ static void collapse(struct pass *p, const struct model_hc *hc)
        .act = p->m->act);
 }
 
-static void expand(struct pass *p)
+static void add_routed(struct pass *p)
 {
-    const struct model_shape *s = &p->m->w->shape;
-    OP(p, hc_expand, .y = p->m->s.y, .h = p->m->s.h, .post = p->m->s.post, .comb = p->m->s.comb,
-       .out = p->m->s.h, .T = p->T, .hc = s->hc, .D = s->D, .act = p->m->act);
+    const struct made r = p->made;
+    OP(p, add, .a = r.routed, .b = r.y, .y = p->m->s.y, .n = (int64_t)p->T * p->m->w->shape.D,
+       .act = p->m->act);
+    p->made = (struct made){NULL, p->m->s.y};
 }
 
-static void compress(struct pass *p, int32_t at, const struct model_compressor *c, bool index)
+/* The streams take in what the last sub-layer made. */
+static void settle(struct pass *p)
+{
+    const struct model_shape *s = &p->m->w->shape;
+    if (p->made.routed) add_routed(p);
+    if (p->made.y)
+        OP(p, hc_expand, .y = p->made.y, .h = p->m->s.h, .post = p->m->s.post, .comb = p->m->s.comb,
+           .out = p->m->s.h, .T = p->T, .hc = s->hc, .D = s->D, .act = p->m->act);
+    p->made = (struct made){NULL, NULL};
+}
+
+/* The same, and what comes next reads s.x: T rows of h. */
+static void boundary(struct pass *p, const struct model_hc *hc, const struct kern_vec *norm,
+                     bool head, void *h, int32_t T)
+{
+    const struct model_shape *s = &p->m->w->shape;
+    OP(p, hc_boundary, .routed = p->made.routed, .y = p->made.y, .h = h, .fn = hc->fn,
+       .base = hc->base, .scale = hc->scale, .norm = *norm, .x = p->m->s.x, .post = p->m->s.post,
+       .comb = p->m->s.comb, .head = head, .T = T, .hc = s->hc, .D = s->D, .iters = s->hc_iters,
+       .hc_eps = s->hc_eps, .norm_eps = s->norm_eps, .act = p->m->act);
+    p->made = (struct made){NULL, NULL};
+}
+
+/* A sub-layer begins. Who taps sees each step, with the same bits. */
+static void enter(struct pass *p, int32_t at, const struct model_hc *hc,
+                  const struct kern_vec *norm, const char *collapsed)
 {
     struct model *m = p->m;
-    linear_f32(p, m->s.x, &c->wkv, m->s.ckv);
-    linear_f32(p, m->s.x, &c->wgate, m->s.cgate);
-    tap(p, at, index ? "index.kv" : "main.kv", MODEL_ELEM_F32, m->s.ckv, c->wkv.n);
-    tap(p, at, index ? "index.gate" : "main.gate", MODEL_ELEM_F32, m->s.cgate, c->wgate.n);
-    OP(p, compress, .kv = m->s.ckv, .gate = m->s.cgate, .ape = c->ape, .norm = c->norm,
-       .inv_freq = m->inv_freq[1], .pages = p->b->pages, .layout = &m->layout, .layer = at,
-       .index = index, .seqs = p->b->seqs, .n_seqs = p->b->n_seqs, .eps = m->w->shape.norm_eps,
-       .act = m->act);
+    if (!p->b->tap) {
+        boundary(p, hc, norm, false, m->s.h, p->T);
+        return;
+    }
+    collapse(p, hc);
+    if (collapsed) tap(p, at, collapsed, act_elem(m), m->s.x, m->w->shape.D);
+    rmsnorm(p, m->s.x, norm, m->s.x, p->T);
+}
+/* A sub-layer ends; the streams wait for the next one, unless they are looked at. */
+static void leave(struct pass *p, int32_t at, const char *streams)
+{
+    struct model *m = p->m;
+    if (!p->b->tap) return;
+    settle(p);
+    tap(p, at, streams, act_elem(m), m->s.h, (int64_t)m->w->shape.hc * m->w->shape.D);
+}
+
+/* What a compressor is fed, and what it has to do with that. */
+static struct kern_compress compressor(struct pass *p, int32_t at, const struct model_compressor *c,
+                                       bool index)
+{
+    struct model *m = p->m;
+    float *kv = index ? m->s.ikv : m->s.ckv, *gate = index ? m->s.igate : m->s.cgate;
+    linear_f32(p, m->s.x, &c->wkv, kv);
+    linear_f32(p, m->s.x, &c->wgate, gate);
+    tap(p, at, index ? "index.kv" : "main.kv", MODEL_ELEM_F32, kv, c->wkv.n);
+    tap(p, at, index ? "index.gate" : "main.gate", MODEL_ELEM_F32, gate, c->wgate.n);
+    return (struct kern_compress){.kv = kv,
+                                  .gate = gate,
+                                  .ape = c->ape,
+                                  .norm = c->norm,
+                                  .inv_freq = m->inv_freq[1],
+                                  .pages = p->b->pages,
+                                  .layout = &m->layout,
+                                  .layer = at,
+                                  .index = index,
+                                  .seqs = p->b->seqs,
+                                  .n_seqs = p->b->n_seqs,
+                                  .eps = m->w->shape.norm_eps,
+                                  .act = m->act};
+}
+static void compress(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct kern_compress c = compressor(p, at, &L->comp, false), index;
+    if (kern_kv_overlaps(L->ratio)) {
+        index = compressor(p, at, &L->index_comp, true);
+        c.also = &index;
+    }
+    if (p->rc == 0) p->rc = p->m->ops->compress(p->m->stream, &c);
 }
 
 /* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures. Until
@@ -654,7 +729,6 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     OP(p, index_query, .q = m->s.iq, .cos = m->s.cos[1], .sin = m->s.sin[1], .T = p->T,
        .H = s->index_heads, .w = s->index_dim, .rd = s->rd, .fmt = m->opt.ik_fmt, .act = m->act);
     tap(p, at, "index_q", act_elem(m), m->s.iq, (int64_t)s->index_heads * s->index_dim);
-    compress(p, at, &L->index_comp, true);
     linear(p, m->s.x, &L->index_proj, m->s.iwt);
     tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
     const int32_t n_captured = captured_rows(p, at);
@@ -696,8 +770,8 @@ static void attention(struct pass *p, int32_t at, const struct model_layer *L)
     tap(p, at, "kv", act_elem(m), m->s.kv, s->d);
 
     bool select = kern_kv_overlaps(L->ratio);
+    if (L->ratio > 0) compress(p, at, L);
     if (select) indexer(p, at, L);
-    if (L->ratio > 0) compress(p, at, &L->comp, false);
     OP(p, attention, .q = m->s.q, .kv = m->s.kv, .sink = L->sink, .o = m->s.o, .pages = p->b->pages,
        .layout = &m->layout, .layer = at, .seqs = p->b->seqs, .n_seqs = p->b->n_seqs,
        .selected = select ? m->s.selected : NULL, .n_selected = select ? m->s.n_selected : NULL,
@@ -718,9 +792,10 @@ static void attention(struct pass *p, int32_t at, const struct model_layer *L)
     tap(p, at, "o_low", act_elem(m), m->s.o_low, (int64_t)s->o_groups * s->o_lora);
     linear(p, m->s.o_low, &L->wo_b, m->s.y);
     tap(p, at, "attn_out", act_elem(m), m->s.y, s->D);
+    p->made = (struct made){NULL, m->s.y};
 }
 
-/* s.x -> s.y */
+/* s.x -> s.routed + s.shared, with a tap s.y */
 static void experts(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
@@ -749,41 +824,28 @@ static void experts(struct pass *p, int32_t at, const struct model_layer *L)
     tap(p, at, "shared_act", act_elem(m), m->s.sg, s->inter);
     linear(p, m->s.sg, &L->shared_w2, m->s.shared);
     tap(p, at, "shared_out", act_elem(m), m->s.shared, s->D);
-    OP(p, add, .a = m->s.routed, .b = m->s.shared, .y = m->s.y, .n = (int64_t)p->T * s->D,
-       .act = m->act);
+    p->made = (struct made){m->s.routed, m->s.shared};
+    if (!t) return;
+    add_routed(p);
     tap(p, at, "ffn_out", act_elem(m), m->s.y, s->D);
 }
 
 static void run_layer(struct pass *p, int32_t at, const struct model_layer *L)
 {
-    struct model *m = p->m;
-    const struct model_shape *s = &m->w->shape;
-
-    collapse(p, &L->hc_attn);
-    tap(p, at, "attn_collapsed", act_elem(m), m->s.x, s->D);
-    rmsnorm(p, m->s.x, &L->attn_norm, m->s.x, p->T);
+    enter(p, at, &L->hc_attn, &L->attn_norm, "attn_collapsed");
     attention(p, at, L);
-    expand(p);
-    tap(p, at, "streams_mid", act_elem(m), m->s.h, (int64_t)s->hc * s->D);
-    collapse(p, &L->hc_ffn);
-    rmsnorm(p, m->s.x, &L->ffn_norm, m->s.x, p->T);
+    leave(p, at, "streams_mid");
+    enter(p, at, &L->hc_ffn, &L->ffn_norm, NULL);
     experts(p, at, L);
-    expand(p);
-    tap(p, at, "hidden", act_elem(m), m->s.h, (int64_t)s->hc * s->D);
+    leave(p, at, "hidden");
 }
 
-/* Logits of n neighbouring rows. */
+/* Logits of n neighbouring rows; of all, if the streams have something to take in. */
 static void head_of(struct pass *p, const struct model_hc *hc, const struct kern_vec *norm,
                     int32_t row, int32_t n, float *logits)
 {
     struct model *m = p->m;
-    const struct model_shape *s = &m->w->shape;
-    const uint8_t *h =
-        (const uint8_t *)m->s.h + (int64_t)row * s->hc * s->D * kern_dtype_bytes(m->act);
-    OP(p, hc_collapse, .h = h, .fn = hc->fn, .base = hc->base, .scale = hc->scale, .x = m->s.x,
-       .T = n, .hc = s->hc, .D = s->D, .iters = s->hc_iters, .hc_eps = s->hc_eps,
-       .norm_eps = s->norm_eps, .act = m->act);
-    rmsnorm(p, m->s.x, norm, m->s.x, n);
+    boundary(p, hc, norm, true, (uint8_t *)m->s.h + streams_bytes(m, row), n);
     linear_rows(p, m->s.x, m->act, &m->w->head, logits, KERN_F32, n);
 }
 
@@ -840,6 +902,7 @@ static void head(struct pass *p, const struct model_hc *hc, const struct kern_ve
     struct model *m = p->m;
     const struct model_batch *b = p->b;
     const int32_t most = m->host ? b->n_logit_rows : HEAD_ROWS;
+    settle(p);
     for (int32_t i = 0; i < b->n_logit_rows;) {
         int32_t n = 1, row = b->logit_rows[i];
         while (n < most && i + n < b->n_logit_rows && b->logit_rows[i + n] == row + n) n++;
@@ -1026,7 +1089,7 @@ static void take_streams(struct pass *p)
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err)
 {
     const struct model_shape *s = &m->w->shape;
-    struct pass p = {m, b, b->T, 0};
+    struct pass p = {.m = m, .b = b, .T = b->T};
     int rc = check_batch(m, b, err);
     if (rc < 0 || b->T == 0) return rc;
     bool part = b->first_layer != b->last_layer;
@@ -1053,7 +1116,7 @@ int model_forward(struct model *m, const struct model_batch *b, struct tow_err *
 int model_mtp(struct model *m, const struct model_batch *b, struct tow_err *err)
 {
     const struct model_shape *s = &m->w->shape;
-    struct pass p = {m, b, b->T, 0};
+    struct pass p = {.m = m, .b = b, .T = b->T};
     if (!m->opt.mtp) return tow_fail(err, TOW_EINVAL, "mtp: the model was opened without it");
     int rc = check_batch(m, b, err);
     if (rc < 0 || b->T == 0) return rc;
