@@ -83,9 +83,9 @@ struct kern_hc_expand {
 /* What lies between two sub-layers: add, hc_expand in place, hc_collapse of the streams that makes, and
  * rmsnorm, one after the other and with the same bits. */
 struct kern_hc_boundary {
-    const float *routed;   /* NULL, or [T, D]: added to y */
-    void *y;               /* [T, D] act, afterwards undefined; NULL: the streams stay as they are */
-    void *h;               /* [T, hc, D] act */
+    const float *routed; /* NULL, or [T, D]: added to y */
+    void *y;             /* [T, D] act, afterwards undefined; NULL: the streams stay as they are */
+    void *h;             /* [T, hc, D] act */
     struct kern_weight fn; /* this and the next two as hc_collapse has them */
     const float *base;
     const float *scale;
