@@ -623,21 +623,25 @@ static __global__ void boundary_kernel(struct kern_hc_boundary p)
 
 #endif
 
-/* Clusters that the machine holds at a time; 0 where it has none of this size. */
+/* Clusters that the device holds at a time; 0 where it has none of this size. Asked once on each. */
 static int clusters_at_once(struct kern_stream *s, const cudaLaunchConfig_t *c)
 {
-    static int most = -1;
-    if (most >= 0) return most;
-    most = 0;
-    if (s->arch != 90) return 0;
+    static struct {
+        bool known;
+        int most;
+    } of[CUDA_MAX_DEVICES];
+    if (s->arch != 90 || s->number >= CUDA_MAX_DEVICES) return 0;
     CUDA_SHARED(boundary_kernel, s->max_shared);
+    if (of[s->number].known) return of[s->number].most;
+    int most = 0;
     if (cudaFuncSetAttribute(boundary_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=
             cudaSuccess ||
         cudaOccupancyMaxActiveClusters(&most, boundary_kernel, c) != cudaSuccess) {
         cudaGetLastError();
         most = 0;
     }
-    return most;
+    of[s->number].known = true;
+    return of[s->number].most = most;
 }
 
 bool cuda_hc_boundary(struct kern_stream *s, const struct kern_hc_boundary *p)
