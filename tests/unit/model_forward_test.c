@@ -1,6 +1,7 @@
 /* What model_forward() refuses before a kernel sees it, and that its draws are those of its logits. What
  * it computes: tests/golden. TOW_TEST_DEVICE=cuda:0: on that device. */
 #include "tests/support/check.h"
+#include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "common/kv/table.h"
@@ -25,16 +26,10 @@ struct world {
     struct tow_err err;
 };
 
-static const char *device(void)
-{
-    const char *d = getenv("TOW_TEST_DEVICE");
-    return d && *d ? d : "cpu";
-}
-
 static void setup(struct world *w)
 {
     memset(w, 0, sizeof *w);
-    const struct model_options o = {.device = device(),
+    const struct model_options o = {.device = test_device(),
                                     .n_threads = 1,
                                     .exact = true,
                                     .kv_fmt = KERN_KV_F32,
@@ -274,6 +269,8 @@ static void test_model_forward__fp8_products_are_refused_where_there_are_none(vo
 
 int main(void)
 {
+    const int absent = test_device_there(test_device());
+    if (absent) return absent;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_model_forward__page_ids_must_lie_in_the_pool),
         cmocka_unit_test(test_model_forward__layers_must_be_a_part_of_the_stack),
