@@ -115,6 +115,13 @@ static bool is(const uint8_t *p, size_t n, int seed)
     return true;
 }
 
+/* Only a real device may have none: where the system lends no pinned memory. */
+static bool digests_made(bool made)
+{
+    if (strcmp(spec(), "apart:cpu") == 0) assert_true(made);
+    return made;
+}
+
 static void test_cache__out_lands_with_digests_and_leaves_others_alone(void **state)
 {
     struct world w;
@@ -142,11 +149,11 @@ static void test_cache__out_lands_with_digests_and_leaves_others_alone(void **st
             continue;
         }
         assert_true(is(w.pages + i * n, n, 100 + (int)i));
-        if (work_cache_page_digest(w.cache, i, &digest))
+        if (digests_made(work_cache_page_digest(w.cache, i, &digest)))
             assert_true(digest == tow_hash64(w.pages + i * n, n));
     }
     assert_true(is(host_tail, tail, 7));
-    if (work_cache_tail_digest(w.cache, host_tail, &digest))
+    if (digests_made(work_cache_tail_digest(w.cache, host_tail, &digest)))
         assert_true(digest == tow_hash64(host_tail, tail));
     assert_true(w.wakes > 0);
     close_world(&w);
