@@ -1,4 +1,5 @@
-/* kernels/gemm/many_cuda.cu - many rows of activations times placed weights: the prefill product.
+/* kernels/gemm/many_cuda.cu - many rows of activations times placed weights: the prefill product where
+ * none goes by wgmma.
  *
  * A block of eight warps makes a tile of weight rows x rows of activations. Groups of 64 k of both go
  * through a ring in shared memory, the codes as they are stored; a warp turns its 16 weight rows at a

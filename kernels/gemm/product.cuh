@@ -1,7 +1,7 @@
-/* kernels/gemm/product.cuh - what the three products of bf16 rows with placed weights share: the arguments,
- * and 16 weight rows x 64 k as operands of the matrix unit.
+/* kernels/gemm/product.cuh - what products of rows with placed weights share: the arguments, which kernel
+ * takes which, and 16 weight rows x 64 k as operands of the matrix unit.
  *
- * Numerics One order for all: k in blocks of 128; in a block eight instructions of 16 k, ascending (slots
+ * Numerics One order for all of bf16 rows: k in blocks of 128; in a block eight instructions of 16 k, ascending (slots
  *          as in mma.cuh, weights on the M side), start from zero; sum = fmaf(block, scale, sum), blocks
  *          ascending, scale being the fp8 block's, else 1; at last the sum times `post`. An f32 weight is
  *          the sum of three bf16 numbers, exactly: three instructions, the largest part first.

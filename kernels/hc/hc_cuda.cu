@@ -16,7 +16,8 @@
  *
  * Holding the streams of a row in shared memory between the two was rejected: fn comes from L2 for every
  * block, and only a tile of many rows (32 KiB of streams each) makes that less than reading h again.
- * Other shapes and f32 streams take a plain kernel, a block a row.
+ * Other shapes and f32 streams take a plain kernel, a block a row. Four bf16 streams of the deployed width
+ * are collapsed by boundary_cuda.cu where the device has clusters of sixteen.
  */
 #include "kernels/cuda/mma.cuh"
 #include "kernels/hc/boundary.cuh"

@@ -5,8 +5,8 @@
  * grid depends on the number of rows alone, positions are read here, and groups run side by side. The
  * threads of a block share the channels and fold tokens one after another, as the CPU does; the pooled
  * row is rounded, normed, rotated, quantized and stored in shared memory (row.cuh: with the CPU's bits).
- * A decode step does both in one kernel. In a chunk pooling is bound by memory and the rest by latency,
- * so pooled rows go through scratch to a kernel of their own.
+ * A decode step does both in one kernel, for both compressors of a layer that has two. In a chunk pooling
+ * is bound by memory and the rest by latency, so pooled rows go through scratch to a kernel of their own.
  *
  * Overlapping groups (four tokens): a group needs its own rows and the first halves of the four before,
  * each from the batch or from the state. Only the first two groups of a sequence can need the state,
