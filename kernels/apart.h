@@ -11,6 +11,7 @@
 struct kern_dev;
 struct tow_err;
 
+/* For kern_dev_open(): n_threads as there; closed by kern_dev_close(). TOW_ENOMEM, TOW_ESYS. */
 int kern_dev_open_apart(struct kern_dev **out, int n_threads, struct tow_err *err);
 
 #endif

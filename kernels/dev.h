@@ -42,7 +42,8 @@ uint64_t kern_dev_free_bytes(const struct kern_dev *dev);
 
 /* Ends the time in which the device's stream may take memory for scratch and batches: from now on an op
  * that needs more than any before fails with TOW_ENOMEM, and kern_dev_why() says what it asked for. So
- * memory that was planned is enough for good. Nothing where device memory is host memory. */
+ * memory that was planned is enough for good. Nothing where device memory is host memory. 0, TOW_ENOMEM,
+ * TOW_EDEVICE. */
 int kern_dev_seal(struct kern_dev *dev);
 
 /* Device memory, 64-byte aligned (CUDA: 256), zeroed. NULL when there is none. */

@@ -23,8 +23,8 @@ struct kern_pages {
     int64_t page_bytes;
     uint8_t *packed; /* device [n, page_bytes]; NULL: nothing is moved, pages are only digested */
     bool unpack;     /* from packed to the pool; else from the pool to packed */
-    uint64_t
-        *digests; /* NULL, or that of page id goes to digests[id]; device or pinned host memory */
+    /* NULL, or that of page id goes to digests[id]; device or pinned host memory. */
+    uint64_t *digests;
 };
 
 /* Enqueues it; ids may be changed at once. 0, TOW_EINVAL (shape), TOW_ENOMEM, TOW_EDEVICE. */

@@ -49,8 +49,8 @@ struct work_role {
     void (*on_message)(void *self, uint64_t owner, const struct wire_msg *m);
     void (*on_router_lost)(void *self, uint64_t owner);
     void (*on_move)(void *self, const struct kv_mover_event *ev); /* never RELINKED */
-    void (*on_landed)(
-        void *self); /* pages have left the device, see work_cache_out(); NULL: none do */
+    /* Pages have left the device, see work_cache_out(); NULL: none do. */
+    void (*on_landed)(void *self);
     /* Every step must have an err; one that failed with scope PROCESS ends the process instead. */
     void (*on_stepped)(void *self, struct work_step *step);
     void (*on_tick)(void *self, uint64_t now_ms);    /* every WORK_TICK_MS */

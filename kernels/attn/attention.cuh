@@ -19,7 +19,8 @@ struct attn_job {
     enum kern_dtype act;
 };
 
-/* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and 64 bf16 values, aligned. */
+/* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and 64 bf16
+ * values; q, kv, o and pages 16-byte aligned. Enqueue. */
 void attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 void attention_few(struct kern_stream *s, const struct attn_job *j);
 

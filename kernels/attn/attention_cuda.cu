@@ -1,10 +1,11 @@
 /* kernels/attn/attention_cuda.cu - attention of each row over its window and its compressed entries.
  *
  * The model's width has kernels of its own on sm_90a, attention_wgmma_cuda.cu and, where rows are few,
- * attention_few_cuda.cu. Here are a tiled kernel for other widths and for sm_120, and a plain one for any types.
+ * attention_few_cuda.cu. Here are a tiled kernel for other widths and for sm_120, and a plain one for any
+ * types.
  *
- * Tiled: a CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed order (window
- * ascending, then entries ascending): rows are gathered from the batch, the ring or the pages and
+ * Tiled: a CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed order
+ * (window ascending, then entries ascending): rows are gathered from the batch, the ring or the pages and
  * widened to bf16 in shared memory, exactly; as keys are values, one tile serves both products. Weights
  * are rounded against the final maximum, as the twin's are, so there are two passes:
  *   first   scores on the matrix unit, the width in two halves that different warps sum; they go to
@@ -15,8 +16,8 @@
  *
  * The order of a row's sums depends on its own keys and the width alone: how many heads share a CTA
  * (all of 64 in prefill; 16 where rows are few, so that more CTAs work) changes no bit.
- * Activations in f32, keys that are no bf16 numbers and arrays that are not aligned take the plain kernel: the
- * twin's orders but for the scores.
+ * Activations in f32, keys that are no bf16 numbers and arrays that are not aligned take the plain
+ * kernel: the twin's orders but for the scores.
  */
 #include "kernels/attn/attention.cuh"
 #include "kernels/attn/widen.cuh"

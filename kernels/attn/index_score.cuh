@@ -28,8 +28,8 @@ struct index_score {
     bool all;             /* also of rows that see no more than they keep */
     float *out;           /* [n_rows, ld]; what a row does not see is not written */
     int64_t ld;
-    float *
-        best; /* NULL, or [n_rows, ld / INDEX_RUN]: the highest score of each run, NaN if all are */
+    /* NULL, or [n_rows, ld / INDEX_RUN]: the highest score of each run, NaN if all are. */
+    float *best;
 };
 
 void index_score_launch(struct kern_stream *s, const struct index_score *p);

@@ -1,12 +1,13 @@
 /* kernels/attn/index_score_cuda.cu - scores of index entries, keys against the heads of a row on the
  * matrix unit.
  *
- * For devices and shapes that index_score_wgmma_cuda.cu is not for. Blocks are of four rows in prefill, of
- * one in decode, tiles of 128 entries. A tile: codes are widened to bf16 in shared memory, keys stand on the M side and heads on the N
- * side; so a thread has sixteen of 64 heads of a key, adds up their weighted positive parts, and two
- * shuffles finish the key. In prefill a warp keeps 32 keys in registers while rows pass by; in decode it
- * keeps half of the row's heads while keys pass by, two warps' halves are added, and the next tile's
- * codes are on their way meanwhile. A key's scale (fp8) multiplies the finished sum.
+ * For devices and shapes that index_score_wgmma_cuda.cu is not for. Blocks are of four rows in prefill,
+ * of one in decode, tiles of 128 entries. A tile: codes are widened to bf16 in shared memory, keys stand
+ * on the M side and heads on the N side; so a thread has sixteen of 64 heads of a key, adds up their
+ * weighted positive parts, and two shuffles finish the key. In prefill a warp keeps 32 keys in registers
+ * while rows pass by; in decode it keeps half of the row's heads while keys pass by, two warps' halves
+ * are added, and the next tile's codes are on their way meanwhile. A key's scale (fp8) multiplies the
+ * finished sum.
  *
  * The order of a score's sum depends on the width and the number of heads alone: each half of the
  * heads by threads of a quad, ascending in a thread, then the quad, then the halves.

@@ -5,10 +5,10 @@
  *
  * With the scores come the best of each run of sixteen. Runs are put together to some thousand units; the
  * k-th best of the units' bests is a bound that at least k scores reach, and on scores in no order few more
- * do (1.2 k where units are four k). Only runs that reach it are read, and what reaches it
- * is put in shared memory in order (`gather`), where the k-th highest is found exactly (`pick`). Short rows go
- * there whole. Should too much reach the bound (long runs of equals, or best ones side by side) the row is
- * read in several passes (`scan`); all ways give the same list.
+ * do (1.2 k where units are four k). Only runs that reach it are read, and what reaches it is put in
+ * shared memory in order (`gather`), where the k-th highest is found exactly (`pick`). Short rows go there
+ * whole. Should too much reach the bound (long runs of equals, or best ones side by side) the row is read
+ * in several passes (`scan`); all ways give the same list.
  *
  * Scratch has one size. As long as it holds all rows at their longest, each has an equal part of it, so
  * that the launches of a step of decode depend on T alone (a captured graph may be launched again at any
@@ -131,8 +131,8 @@ static __device__ int32_t gather(const struct row &r, int32_t want, int32_t cap,
 {
     const float none = kern_float(0x7fc00000u);
     const int32_t n_runs = (r.n + INDEX_RUN - 1) / INDEX_RUN;
-    int32_t width =
-        1; /* runs of a unit; at least two units for each score wanted, if runs suffice */
+    /* Runs of a unit; at least two units for each score wanted, if runs suffice. */
+    int32_t width = 1;
     while (n_runs > 4 * want * width) width *= 2;
     const int32_t n_units = (n_runs + width - 1) / width;
     if (n_units > 2 * cap) return -1;

@@ -109,8 +109,8 @@ void cuda_quant_codes(struct kern_stream *s, const struct cuda_codes *q)
     if (q->T == 0) return;
     const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
     const uint32_t spans = (uint32_t)cuda_ceil(q->K, SPAN);
-    const int64_t all =
-        (int64_t)q->T * q->groups * spans; /* their codes fit memory, so it fits a word */
+    /* Their codes fit memory, so a word holds it. */
+    const int64_t all = (int64_t)q->T * q->groups * spans;
     if (all > (int64_t)64 * WARPS * s->n_sm)
         codes_kernel<4>
             <<<(unsigned)cuda_ceil(all, 4 * WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);

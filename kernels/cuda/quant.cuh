@@ -37,9 +37,9 @@ struct cuda_codes {
     int64_t ld_x;
     int32_t T, groups, K;
     const int32_t *rows;
-    uint8_t
-        *codes; /* device [T, groups, Kp] e4m3, each four in the order of placed weights (k, k + 2,
-                     * k + 1, k + 3); Kp: cuda_code_width(K); from K on zeros */
+    /* device [T, groups, Kp] e4m3, each four in the order of placed weights (k, k + 2, k + 1, k + 3);
+     * Kp: cuda_code_width(K); from K on zeros */
+    uint8_t *codes;
     float *scales; /* device [groups * Kp / 128, ld_scales]: of each row's block, as a number */
     int64_t ld_scales;
 };

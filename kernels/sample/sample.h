@@ -34,11 +34,11 @@ KERN_FN double kern_double_of(uint64_t u)
 /* exp((x - max) * inv_t) in units of 2^-40; x <= max. All of it where x is max, though that be +inf. */
 KERN_FN uint64_t kern_mass(float x, float max, double inv_t)
 {
-    const double magic =
-        0x1.8p52; /* added, it rounds to an integer and leaves it in the low bits */
+    /* Added, it rounds to an integer and leaves it in the low bits. */
+    const double magic = 0x1.8p52;
     double a = x == max ? 0.0 : ((double)x - (double)max) * inv_t;
-    a = a > -40.0 ? a
-                  : -40.0; /* also -inf * 0, of an infinite temperature; e^-40 counts as nothing */
+    /* Also -inf * 0, of an infinite temperature; e^-40 counts as nothing. */
+    a = a > -40.0 ? a : -40.0;
     const double t = fma(a, 0x1.71547652b82fep+0, magic), n = t - magic;
     double r = fma(n, -0x1.62e42fefa39efp-1, a);
     r = fma(n, -0x1.abc9e3b39803fp-56, r);

@@ -9,8 +9,9 @@
  *           sequence its own, without a prefill of its own. Where that many pages do not fit, sequences
  *           share them (but for their last, which they write), and the output says so.
  * Step      Median of whole calls of model_forward() with the logits of all rows; as a graph where the
- *           device has them. The same with a token drawn from each row in place of the logits, as workers do:
- *           greedy, and by temperature 0.6, top_p 0.95 with 5 log-probabilities. The reading of logits to the host is also timed alone and taken off in "rest".
+ *           device has them. The same with a token drawn from each row in place of the logits, as workers
+ *           do: greedy, and by temperature 0.6, top_p 0.95 with 5 log-probabilities. The reading of logits
+ *           to the host is also timed alone and taken off in "rest".
  * Ops       A pass apart, op by op: every op is waited for, less what waiting for an op of no work costs.
  *           It runs without graphs. The quickest of OP_PASSES; gaps are rest less the sum of ops.
  * Floors    Per op, bytes / copy bandwidth of the same run or FLOPs / ceiling, whichever is larger; bytes
