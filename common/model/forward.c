@@ -1,6 +1,7 @@
-/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse,
- * attention (window keys, compressor, indexer), expand, collapse, experts, expand;
- * each step is one op of the table.
+/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse and norm,
+ * attention (window keys, compressors, indexer), expand, collapse and norm, experts, expand; each is one
+ * op of the table, or several. What lies between two sub-layers is one op (hc_boundary), and its steps
+ * are taken apart, with the same bits, only where a tap looks at them.
  *
  * Activations are bf16 in deployed mode and f32 in exact mode; that type is the whole difference
  * between the modes besides the quantizers in front of products, which aq_for() chooses from the
