@@ -46,7 +46,7 @@ for kind; do
             esac
         done
     fi
-    # The whole model's goldens on the device, and three processes on it.
+    # Goldens and draws on the device, and three processes on it.
     if [ "$kind" = gpu ]; then
         one gpu/cluster timeout 600 sh tests/gpu/cluster.sh "$B"
         for t in kernels/unit_golden kernels/trace_golden golden/block golden/rank golden/eval golden/smoke unit/model_forward; do

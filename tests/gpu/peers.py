@@ -108,7 +108,7 @@ def scores(B, n):
 
 
 def attention(T, n, heads=64, d=512):
-    """Gathered keys in bf16, one set a row, keys are values: gather, then the fastest SDPA that takes it."""
+    """Gathered keys in bf16, one set a row, keys are values: gather, matmul, softmax, matmul."""
 
     def run(name, shape):
         pool = torch.randn(16384, d, device=DEV, dtype=BF16)
