@@ -36,7 +36,7 @@ struct model_options {
     bool exact;         /* --numerics exact; kv_fmt and ik_fmt must be F32 */
     enum kern_kv_fmt kv_fmt;
     enum kern_ik_fmt ik_fmt;
-    bool fp8_products;             /* multiply by fp8 codes, kern_dev_fp8_products() */
+    bool fp8_products;             /* multiply fp8 codes as they are, kern_dev_fp8_products() */
     enum kern_act_quant expert_aq; /* NVFP4 experts: A128 (w4a8), NONE (w4a16), NVFP4 (w4a4) */
     int32_t index_topk;            /* default of sequences; 0 = the checkpoint's */
     int32_t max_topk;              /* most a sequence may ask; 0 = MODEL_MAX_TOPK */

@@ -9,8 +9,8 @@ extern const struct kern_ops kern_cuda;
 /* Products of bf16 rows with fp8 or bf16 weights by wgmma, where there is and where it is faster: on. Only
  * gemm_test and bench_gemm turn it off, to compare bits and times. */
 extern int cuda_wide_products;
-/* Products of fp8 weights with rows quantized to fp8: 0, both widened to bf16; 1, by the codes themselves
- * (sm_90; kern_dev_fp8_products() says at what price). Read at launch. */
+/* Products of dense fp8 weights with rows quantized to fp8, and of fp8 index keys: 0, both widened; 1, by
+ * the codes themselves (sm_90; kern_dev_fp8_products() says at what price). Read at launch. */
 extern int cuda_fp8_products;
 /* Pairs an expert has on average from which products with 4-bit experts go by wgmma; 0: never. Tiles of
  * fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the bits, bench_moe the
