@@ -53,6 +53,11 @@ for kind; do
             [ -e "$B/test/${t}_test" ] || continue
             one "${t}_test on cuda:0" env TOW_TEST_DEVICE=cuda:0 timeout 900 "$B/test/${t}_test"
         done
+        for t in golden/block golden/rank golden/eval golden/smoke; do # --products fp8
+            [ -e "$B/test/${t}_test" ] || continue
+            one "${t}_test on cuda:0 by codes" env TOW_TEST_DEVICE=cuda:0 TOW_TEST_PRODUCTS=fp8 \
+                timeout 900 "$B/test/${t}_test"
+        done
     fi
 done
 echo "$passed passed, $failed failed$([ $skipped -eq 0 ] || echo ", $skipped skipped")"

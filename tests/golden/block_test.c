@@ -43,8 +43,11 @@ static void test_block__streams_in_to_streams_out_within_the_bound(void **state)
     const char *root = getenv("TOWPATH_GOLDEN_DATA");
     char dir[256];
     snprintf(dir, sizeof dir, "%s/native/checkpoint", root ? root : "tests/golden/data");
-    struct model_options opt = {
-        .device = test_device(), .kv_fmt = KERN_KV_FP8, .ik_fmt = KERN_IK_FP4, .max_rows = MAX_T};
+    struct model_options opt = {.device = test_device(),
+                                .kv_fmt = KERN_KV_FP8,
+                                .ik_fmt = KERN_IK_FP4,
+                                .fp8_products = test_products_fp8(),
+                                .max_rows = MAX_T};
     struct model *m = NULL;
     struct tow_err err = {0};
     if (model_open(&m, dir, &opt, &err) < 0) fail_msg("%s", err.msg);

@@ -41,6 +41,7 @@ static void run_eval(const struct golden_case *c, int chunk, int threads, bool h
     e.model.device = test_device();
     e.model.n_threads = threads;
     e.model.exact = c->exact;
+    e.model.fp8_products = !c->exact && test_products_fp8();
     e.model.kv_fmt = c->exact ? KERN_KV_F32 : bf16_kv ? KERN_KV_BF16 : KERN_KV_FP8;
     e.model.ik_fmt = c->ik;
     e.model.expert_aq = c->aq;
@@ -178,8 +179,11 @@ static void check_deployed(struct golden *out, struct golden *g, const struct go
     /* Hand-over state of the first layer, which no earlier rounding has touched. */
     if (golden_find(g, "state.0.window")) {
         const struct golden_tensor *w = golden_get(g, "state.0.window");
-        assert_true(golden_equal_share(golden_f32(out, "state.0.window"),
-                                       golden_f32(g, "state.0.window"), w->n) >= 0.99);
+        const double share = golden_equal_share(golden_f32(out, "state.0.window"),
+                                                golden_f32(g, "state.0.window"), w->n);
+        print_message("%s %s-%d: %.4f of state.0.window equal\n", c->ckpt, c->variant, c->length,
+                      share);
+        assert_true(share >= (test_products_fp8() ? 0.97 : 0.99));
     }
 }
 

@@ -73,6 +73,7 @@ static int set_up(void **state)
                                       .kv_fmt = KERN_KV_FP8,
                                       .ik_fmt = KERN_IK_FP4,
                                       .expert_aq = KERN_AQ_A128,
+                                      .fp8_products = test_products_fp8(),
                                       .index_topk = 64,
                                       .max_rows = CHUNK};
     if (model_open(&s->m, dir(), &opt, &s->err) < 0) fail_msg("%s", s->err.msg);

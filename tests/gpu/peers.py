@@ -68,6 +68,30 @@ def matmul(M, N, K):
     return run
 
 
+def blockwise(M, N, K):
+    """cuBLASLt's product of e4m3 codes with a scale for 1 x 128 of x and for 128 x 128 of w; codes are given."""
+
+    def run(name, shape):
+        from torch.nn.functional import ScalingType, scaled_mm
+
+        n = turns((N + M) * K)
+        x, w, sx, sw = [], [], [], []
+        for _ in range(n):
+            x.append(torch.randn(M, K, device=DEV).to(torch.float8_e4m3fn))
+            w.append(torch.randn(N, K, device=DEV).to(torch.float8_e4m3fn))
+            sx.append(torch.rand(K // 128, M, device=DEV).t())
+            sw.append(torch.rand(N // 128, K // 128, device=DEV).t())
+
+        def call(i):
+            rows, blocks = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+            return scaled_mm(x[i], w[i].t(), sx[i], rows, sw[i], blocks, output_dtype=BF16)
+
+        us = timed(call, n)
+        line(name, shape, us, flops=2.0 * M * N * K if M > 512 else 0, nbytes=1.0 * N * K)
+
+    return run
+
+
 def grouped(rows, experts, N, K):
     def run(name, shape):
         each = rows // experts
@@ -133,6 +157,9 @@ def main():
     for M in (1, 32, 64, 128, 8192):
         for what, N, K in (("wq_b", 32768, 1024), ("wo_b", 4096, 8192), ("wq_a + wkv", 1536, 4096)):
             peer(f"{what}, torch.matmul bf16", f"{M} x {N} x {K}", matmul(M, N, K))
+    for M in (16, 64, 128, 8192):
+        for what, N, K in (("wq_b", 32768, 1024), ("wo_b", 4096, 8192), ("shared w1", 2048, 4096)):
+            peer(f"{what}, cuBLASLt fp8 by blocks", f"{M} x {N} x {K}", blockwise(M, N, K))
     for M in (1, 32, 128):
         peer("head, torch.matmul bf16", f"{M} x 129280 x 4096", matmul(M, 129280, 4096))
     for rows in (8192 * 6,):

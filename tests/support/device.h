@@ -19,14 +19,24 @@ static inline int test_no_device(const struct tow_err *err)
     return err->code == TOW_EINVAL ? 77 : 1;
 }
 
-/* 0, or that. */
+/* TOW_TEST_PRODUCTS=fp8: whole-model tests of deployed mode run with --products fp8. */
+static inline bool test_products_fp8(void)
+{
+    const char *p = getenv("TOW_TEST_PRODUCTS");
+    return p && strcmp(p, "fp8") == 0;
+}
+
+/* 0, or that; 77 also where the device does not have the products that are asked for. */
 static inline int test_device_there(const char *spec)
 {
     struct kern_dev *dev = NULL;
     struct tow_err err = {0};
     if (kern_dev_open(&dev, spec, 1, &err) < 0) return test_no_device(&err);
+    const bool can = !test_products_fp8() || kern_dev_fp8_products(dev, true);
+    if (!can) printf("%s (%s) has no products of fp8 codes\n", spec, kern_dev_isa(dev));
+    kern_dev_fp8_products(dev, false);
     kern_dev_close(dev);
-    return 0;
+    return can ? 0 : 77;
 }
 
 /* Device memory full of 0xff: nothing in fresh pages or tails may matter. Freed by kern_dev_free(). */
