@@ -273,13 +273,52 @@ MIRROR(rmsnorm)
     p.y = out(m, p.y, p.T ? ((p.T - 1) * p.ld_y + p.D) * a : 0);
     RUN(rmsnorm);
 }
+/* x_out: the rows are made by the op. */
+static void send_linear(struct kern_dev *m, struct kern_linear *p, bool x_out)
+{
+    const int64_t rows = p->T ? p->T - 1 : 0, any = p->T > 0;
+    p->x = span(m, p->x, (rows * p->ld_x + any * p->groups * p->K) * act(p->x_dtype), x_out);
+    p->w = *weights(m, &p->w, 1);
+    p->y = out(m, p->y, (rows * p->ld_y + any * p->groups * p->N) * act(p->y_dtype));
+}
 MIRROR(linear)
 {
     BEGIN(linear);
-    p.x = in(m, p.x, p.T ? ((p.T - 1) * p.ld_x + (int64_t)p.groups * p.K) * act(p.x_dtype) : 0);
-    p.w = *weights(m, &p.w, 1);
-    p.y = out(m, p.y, p.T ? ((p.T - 1) * p.ld_y + (int64_t)p.groups * p.N) * act(p.y_dtype) : 0);
+    send_linear(m, &p, false);
     RUN(linear);
+}
+static void send_angles(struct kern_dev *m, const float **cos, const float **sin, int32_t T,
+                        int32_t rd)
+{
+    *cos = in(m, *cos, (int64_t)T * (rd / 2) * 4);
+    *sin = in(m, *sin, (int64_t)T * (rd / 2) * 4);
+}
+MIRROR(linears)
+{
+    enum { MOST = 16 };
+    BEGIN(linears);
+    struct kern_linear each[MOST];
+    struct kern_rmsnorm norm;
+    struct kern_heads_rope rope;
+    if (p.n > MOST) return TOW_ENOMEM;
+    for (int32_t i = 0; i < p.n; i++) {
+        each[i] = p.each[i];
+        send_linear(m, &each[i], p.norm || p.rope);
+    }
+    p.each = each;
+    if (p.norm) {
+        norm = *p.norm;
+        norm.x = norm.y = (void *)(uintptr_t)each[0].x;
+        norm.w = vec(m, norm.w);
+        p.norm = &norm;
+    }
+    if (p.rope) {
+        rope = *p.rope;
+        rope.q = (void *)(uintptr_t)each[0].x;
+        send_angles(m, &rope.cos, &rope.sin, rope.T, rope.rd);
+        p.rope = &rope;
+    }
+    RUN(linears);
 }
 MIRROR(hc_collapse)
 {
@@ -331,24 +370,28 @@ MIRROR(rope_table)
     p.sin = out(m, p.sin, n);
     RUN(rope_table);
 }
+static void send_heads_rope(struct kern_dev *m, struct kern_heads_rope *p)
+{
+    p->q = out(m, p->q, (int64_t)p->T * p->H * p->d * act(p->act));
+    send_angles(m, &p->cos, &p->sin, p->T, p->rd);
+}
 MIRROR(heads_rope)
 {
     BEGIN(heads_rope);
-    const int64_t n = (int64_t)p.T * (p.rd / 2) * 4;
-    p.q = out(m, p.q, (int64_t)p.T * p.H * p.d * act(p.act));
-    p.cos = in(m, p.cos, n);
-    p.sin = in(m, p.sin, n);
+    send_heads_rope(m, &p);
     RUN(heads_rope);
+}
+static void send_kv_prep(struct kern_dev *m, struct kern_kv_prep *p)
+{
+    p->x = in(m, p->x, (int64_t)p->T * p->d * act(p->act));
+    p->w = vec(m, p->w);
+    send_angles(m, &p->cos, &p->sin, p->T, p->rd);
+    p->y = out(m, p->y, (int64_t)p->T * p->d * act(p->act));
 }
 MIRROR(kv_prep)
 {
     BEGIN(kv_prep);
-    const int64_t n = (int64_t)p.T * (p.rd / 2) * 4;
-    p.x = in(m, p.x, (int64_t)p.T * p.d * act(p.act));
-    p.w = vec(m, p.w);
-    p.cos = in(m, p.cos, n);
-    p.sin = in(m, p.sin, n);
-    p.y = out(m, p.y, (int64_t)p.T * p.d * act(p.act));
+    send_kv_prep(m, &p);
     RUN(kv_prep);
 }
 MIRROR(window_store)
@@ -358,42 +401,87 @@ MIRROR(window_store)
     p.seqs = send_seqs(m, p.seqs, p.n_seqs, p.layout, true);
     RUN(window_store);
 }
+/* One of a layer's compressors. */
+static void send_compress(struct kern_dev *m, struct kern_compress *p)
+{
+    const struct kern_kv_layer *y = &p->layout->layer[p->layer];
+    const int64_t e = p->norm.n, c = kern_kv_overlaps(y->ratio) ? 2 : 1;
+    const int64_t n = (int64_t)rows_of(p->seqs, p->n_seqs) * c * e * 4;
+    p->kv = in(m, p->kv, n);
+    p->gate = in(m, p->gate, n);
+    p->ape = in(m, p->ape, y->ratio * c * e * 4);
+    p->norm = vec(m, p->norm);
+    p->inv_freq = in(m, p->inv_freq, p->layout->spec.rope_dim / 2 * 4);
+    p->pages = pool(m, p->pages, true);
+}
 MIRROR(compress)
 {
     BEGIN(compress);
-    const struct kern_kv_layer *y = &p.layout->layer[p.layer];
-    const int64_t e = p.norm.n, c = kern_kv_overlaps(y->ratio) ? 2 : 1;
-    const int64_t n = (int64_t)rows_of(p.seqs, p.n_seqs) * c * e * 4;
-    p.kv = in(m, p.kv, n);
-    p.gate = in(m, p.gate, n);
-    p.ape = in(m, p.ape, y->ratio * c * e * 4);
-    p.norm = vec(m, p.norm);
-    p.inv_freq = in(m, p.inv_freq, p.layout->spec.rope_dim / 2 * 4);
-    p.pages = pool(m, p.pages, true);
-    p.seqs = send_seqs(m, p.seqs, p.n_seqs, p.layout, true);
     struct kern_compress other;
+    send_compress(m, &p);
     if (p.also) {
         other = *p.also;
-        const int64_t w = other.norm.n, k = (int64_t)rows_of(p.seqs, p.n_seqs) * c * w * 4;
-        other.kv = in(m, other.kv, k);
-        other.gate = in(m, other.gate, k);
-        other.ape = in(m, other.ape, y->ratio * c * w * 4);
-        other.norm = vec(m, other.norm);
-        other.inv_freq = p.inv_freq;
-        other.pages = p.pages;
-        other.seqs = p.seqs;
+        send_compress(m, &other);
         p.also = &other;
     }
+    p.seqs = send_seqs(m, p.seqs, p.n_seqs, p.layout, true);
+    if (p.also) other.seqs = p.seqs;
     RUN(compress);
+}
+static void send_index_query(struct kern_dev *m, struct kern_index_query *p)
+{
+    p->q = out(m, p->q, (int64_t)p->T * p->H * p->w * act(p->act));
+    send_angles(m, &p->cos, &p->sin, p->T, p->rd);
 }
 MIRROR(index_query)
 {
     BEGIN(index_query);
-    const int64_t n = (int64_t)p.T * (p.rd / 2) * 4;
-    p.q = out(m, p.q, (int64_t)p.T * p.H * p.w * act(p.act));
-    p.cos = in(m, p.cos, n);
-    p.sin = in(m, p.sin, n);
+    send_index_query(m, &p);
     RUN(index_query);
+}
+MIRROR(prepare)
+{
+    BEGIN(prepare);
+    struct kern_heads_rope heads;
+    struct kern_kv_prep kv = {0};
+    struct kern_window_store store;
+    struct kern_compress comp, other;
+    struct kern_index_query index;
+    const struct kern_seq *seqs = NULL;
+    if (p.heads) {
+        heads = *p.heads;
+        send_heads_rope(m, &heads);
+        p.heads = &heads;
+    }
+    if (p.kv) {
+        kv = *p.kv;
+        send_kv_prep(m, &kv);
+        p.kv = &kv;
+    }
+    if (p.store) {
+        store = *p.store;
+        store.kv = kv.y;
+        seqs = store.seqs = send_seqs(m, store.seqs, store.n_seqs, store.layout, true);
+        p.store = &store;
+    }
+    if (p.compress) {
+        comp = *p.compress;
+        send_compress(m, &comp);
+        if (comp.also) {
+            other = *comp.also;
+            send_compress(m, &other);
+            comp.also = &other;
+        }
+        if (!seqs) seqs = send_seqs(m, comp.seqs, comp.n_seqs, comp.layout, true);
+        comp.seqs = other.seqs = seqs;
+        p.compress = &comp;
+    }
+    if (p.index) {
+        index = *p.index;
+        send_index_query(m, &index);
+        p.index = &index;
+    }
+    RUN(prepare);
 }
 MIRROR(index_select)
 {

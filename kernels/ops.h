@@ -118,6 +118,16 @@ struct kern_heads_rope {
     enum kern_dtype act;
 };
 
+/* Products of the same rows, none of which reads what another writes: as if one linear followed the other.
+ * Before them norm or rope make these rows, in place; or nowhere, if the products do it on the way: what
+ * is in x afterwards is one or the other. */
+struct kern_linears {
+    const struct kern_linear *each;     /* [n], of one x: pointer, type, ld_x, T, groups * K */
+    const struct kern_rmsnorm *norm;    /* NULL, or x and y are that x */
+    const struct kern_heads_rope *rope; /* NULL, or q is that x, its rows tight; without a norm */
+    int32_t n;
+};
+
 /* Window keys: rmsnorm(x, w), rotate, and K64 when act is BF16; y may be x. */
 struct kern_kv_prep {
     const void *x;          /* [T, d] act */
@@ -129,8 +139,8 @@ struct kern_kv_prep {
     enum kern_dtype act;
 };
 
-/* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`.
- * After attention. */
+/* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`. After attention;
+ * or before, if no sequence has more than one row: its place is then one that the row does not see. */
 struct kern_window_store {
     const void *kv; /* [T, d] act */
     const struct kern_kv_layout *layout;
@@ -169,6 +179,16 @@ struct kern_index_query {
     int32_t T, H, w, rd;
     enum kern_ik_fmt fmt;
     enum kern_dtype act;
+};
+
+/* What lies between the products of a layer and its attention: as if one of these followed the other, in
+ * this order; NULL: without. */
+struct kern_prepare {
+    const struct kern_heads_rope *heads;
+    const struct kern_kv_prep *kv;
+    const struct kern_window_store *store; /* of what kv makes */
+    const struct kern_compress *compress;  /* of the same sequences */
+    const struct kern_index_query *index;
 };
 
 /* Scores every visible entry, keeps each row's topk highest (ties: lower index), ascending.
@@ -349,9 +369,10 @@ struct kern_sample {
 /* The list; it makes the table's members and drives the parity tests. */
 /* clang-format off */
 #define KERN_OPS(X)                                                                                \
-    X(embed) X(rmsnorm) X(linear) X(hc_collapse) X(hc_expand) X(hc_boundary) X(rope_table)         \
-    X(heads_rope) X(kv_prep) X(window_store) X(compress) X(index_query) X(index_select)            \
-    X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix) X(sample)
+    X(embed) X(rmsnorm) X(linear) X(linears) X(hc_collapse) X(hc_expand) X(hc_boundary)            \
+    X(rope_table) X(heads_rope) X(kv_prep) X(window_store) X(compress) X(index_query) X(prepare)   \
+    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)         \
+    X(sample)
 /* clang-format on */
 
 struct kern_ops {

@@ -12,9 +12,12 @@
  * Products of many tiles: as many blocks of threads as fit the machine, each with several tiles, whose
  * loads go on across the end of one tile into the next.
  * A small x (one row, or a few short ones) is quantized by each block of threads for itself, into shared
- * memory and while its first weights are on their way: that takes less time than another launch.
+ * memory and while its first weights are on their way: that takes less time than another launch. Several
+ * products of such rows are one launch, each with its share of the blocks of threads, and a norm or a rotation
+ * before them is made on that way too.
  */
 #include "kernels/cuda/quant.cuh"
+#include "kernels/cuda/row.cuh"
 #include "kernels/gemm/product.cuh"
 
 extern "C" {
@@ -33,6 +36,8 @@ enum {
     SPAN = 128,      /* elements of x that a warp quantizes at a time */
     BATCH = 4,       /* spans loaded before the first is quantized */
     MOST_BLOCKS = 8, /* of a cluster, that every machine with clusters has */
+    NORM_SPAN = 256, /* elements of a row whose squares are one sum (rmsnorm) */
+    NORM_SPANS = 32,
 };
 static_assert((int)(WARPS * ROWS) <= (int)BLOCK_N, "rows here have at most two rows of scales");
 
@@ -112,21 +117,82 @@ static __device__ __forceinline__ void load_x(const struct cuda_product &p,
     }
 }
 
-/* The part of T rows of x that this block of threads needs, to shared memory, quantized, ld elements
- * apart: of every kw * ks blocks of k the kw, a power of two, from my_k0 on. */
-static __device__ __forceinline__ void own_rows(const struct cuda_product &p, const uint16_t *x,
-                                                int32_t T, int kw, int ks, int my_k0, uint16_t *to,
-                                                int32_t ld)
+/* What rows become before they are quantized. */
+enum before { AS_THEY_ARE, NORMED, TURNED };
+struct change {
+    struct kern_vec w; /* NORMED */
+    float eps;
+    bool w_by_fours;
+    const float *cos, *sin; /* TURNED: heads of d whose last rd values are rotated */
+    int32_t d, rd;
+    float sign;
+};
+
+/* The sums of squares of T whole rows, NORM_SPANS for each, as rmsnorm adds them up. */
+static __device__ __forceinline__ void own_squares(const struct cuda_product &p, const uint16_t *x,
+                                                   int32_t T, float *squares)
 {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int32_t i = warp; i < T * NORM_SPANS; i += WARPS) {
+        const int32_t t = i / NORM_SPANS, k = i % NORM_SPANS * NORM_SPAN + 8 * lane;
+        float s = 0.0f;
+        if (i % NORM_SPANS * NORM_SPAN < p.K) {
+            float v[8];
+            dev_load4(x, KERN_BF16, t * p.ld_x + k, k, p.K, p.by_fours, v);
+            dev_load4(x, KERN_BF16, t * p.ld_x + k + 4, k + 4, p.K, p.by_fours, v + 4);
+#pragma unroll
+            for (int e = 0; e < 8; e++) s = fmaf(v[e], v[e], s);
+            s = dev_warp_sum(s);
+        }
+        if (lane == 0) squares[i] = s;
+    }
+    __syncthreads();
+}
+
+/* Elements k .. k+3 of row t, as the norm or the rotation leaves them. */
+template <enum before HOW>
+static __device__ __forceinline__ void own_change(const struct cuda_product &p,
+                                                  const struct change &c, const float *squares,
+                                                  int32_t t, int32_t k, float v[4])
+{
+    if (HOW == NORMED) {
+        const float sum = dev_warp_sum(squares[t * NORM_SPANS + threadIdx.x % 32]);
+        const float rs = 1.0f / sqrtf(sum / (float)p.K + c.eps);
+        float w[4];
+        dev_load4(c.w.data, c.w.dtype, k, k, p.K, c.w_by_fours, w);
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[e] = kern_bf16_round(w[e] * (v[e] * rs));
+    }
+    const int32_t end = HOW == TURNED ? k % c.d - (c.d - c.rd) : -1;
+    if (HOW == TURNED && end >= 0 && k < p.K) {
+        const int64_t a = (int64_t)t * (c.rd / 2) + end / 2;
+        dev_rotate2(&v[0], &v[1], c.cos[a], c.sign * c.sin[a]);
+        dev_rotate2(&v[2], &v[3], c.cos[a + 1], c.sign * c.sin[a + 1]);
+#pragma unroll
+        for (int e = 0; e < 4; e++) v[e] = kern_bf16_round(v[e]);
+    }
+}
+
+/* The part of T rows of x that this block of threads needs, to shared memory, changed and quantized, ld
+ * elements apart: of every kw * ks blocks of k the kw, a power of two, from my_k0 on. */
+template <enum before HOW>
+static __device__ __forceinline__ void
+own_rows(const struct cuda_product &p, const uint16_t *x, int32_t T, int kw, int ks, int my_k0,
+         const struct change &c, const float *squares, uint16_t *to, int32_t ld)
+{
+    enum {
+        AT_ONCE = HOW == NORMED ? 1 : BATCH
+    }; /* normed rows are close by: they were read before */
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, shift = __ffs(kw) - 1;
     const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
     const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw;
 #pragma unroll 1
-    for (int32_t i0 = warp; i0 < T * mine; i0 += WARPS * BATCH) {
-        float v[BATCH][4];
-        int32_t t[BATCH], k[BATCH];
+    for (int32_t i0 = warp; i0 < T * mine; i0 += WARPS * AT_ONCE) {
+        float v[AT_ONCE][4];
+        int32_t t[AT_ONCE], k[AT_ONCE];
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
+        for (int b = 0; b < AT_ONCE; b++) {
             const int32_t i = i0 + b * WARPS;
             t[b] = i / mine;
             const int32_t e = i - t[b] * mine;
@@ -135,8 +201,9 @@ static __device__ __forceinline__ void own_rows(const struct cuda_product &p, co
                 dev_load4(x, KERN_BF16, t[b] * p.ld_x + k[b], k[b], p.K, p.by_fours, v[b]);
         }
 #pragma unroll
-        for (int b = 0; b < BATCH; b++) {
+        for (int b = 0; b < AT_ONCE; b++) {
             if (t[b] >= T) break;
+            own_change<HOW>(p, c, squares, t[b], k[b], v[b]);
             if (p.aq == KERN_AQ_A128) dev_quant4_a128(v[b]);
             if (k[b] < width) *(uint2 *)(to + t[b] * ld + k[b]) = dev_pack4(v[b]);
         }
@@ -220,22 +287,29 @@ static __device__ __forceinline__ void side_put(const struct cuda_product &p, co
         scales[i] = scale_of(p, side_scale(p, first, n_blocks, i));
 }
 
-/* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own; `held`
- * block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they are added. */
-template <enum kern_wfmt F, int NT, bool OWN>
-static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
-    few_kernel(struct cuda_product p, int32_t tiles, int kw, int ks, int held)
+/* One block's share of a product: the tiles that it takes, the first one of a group and every so many-th. */
+struct share {
+    int32_t tile, step, tiles, group, column; /* column: of 8 * NT rows of x */
+    int rank;                                 /* in its cluster */
+    /* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own;
+     * `held` block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they are added. */
+    int kw, ks, held;
+};
+
+template <enum kern_wfmt F, int NT, bool OWN, enum before HOW>
+static __device__ __forceinline__ void
+few_tiles(const struct cuda_product &p, const struct share &sh, const struct change &change)
 {
     enum { D = shape<F, NT, OWN>::D };
     /* nans [WARPS * ROWS]; scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS]; x
-     * [T][x_ld] */
+     * [T][x_ld]; NORMED: squares [T][NORM_SPANS] */
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-    const int rank = blockIdx.x % ks, all_k = kw * ks;
+    const int kw = sh.kw, ks = sh.ks, held = sh.held, rank = sh.rank, all_k = kw * ks;
     const int rw = WARPS / kw, my_k = rank * kw + warp % kw, my_r = warp / kw;
-    const int32_t t0 = blockIdx.z * (8 * NT), T = p.T - t0 < 8 * NT ? p.T - t0 : 8 * NT;
-    const int64_t group_row = (int64_t)blockIdx.y * p.N;
-    const int32_t tile_step = gridDim.x / ks;
+    const int32_t t0 = sh.column * (8 * NT), T = p.T - t0 < 8 * NT ? p.T - t0 : 8 * NT;
+    const int64_t group_row = (int64_t)sh.group * p.N;
+    const int32_t tiles = sh.tiles, tile_step = sh.step;
     const int32_t n_groups = (p.K + GROUP_K - 1) / GROUP_K, n_blocks = (n_groups + 1) / 2;
     const int32_t m = (n_blocks + all_k - 1) / all_k * 2; /* groups of a warp */
     const int32_t sum_ld = T * COL_LD, x_ld = n_groups * GROUP_K + 8;
@@ -243,7 +317,7 @@ static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
     float *scales = shared + NAN_BYTES / 4, *sums = scales + (2 * n_blocks + 3) / 4 * 4;
     float *totals = sums + rw * held * sum_ld;
     uint16_t *xs = (uint16_t *)(totals + rw * T * ROWS);
-    const uint16_t *x = p.x + (int64_t)t0 * p.ld_x + blockIdx.y * p.x_group;
+    const uint16_t *x = p.x + (int64_t)t0 * p.ld_x + sh.group * p.x_group;
     struct reader<NT> rd;
     const auto rows_of = [&](int32_t tile, const uint8_t *w[2], int64_t row[2]) {
 #pragma unroll
@@ -253,7 +327,7 @@ static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
             w[r] = p.w + row[r] * p.row_bytes;
         }
     };
-    int32_t tile = blockIdx.x / ks;
+    int32_t tile = sh.tile;
     rows_of(tile, rd.w, rd.row);
 #pragma unroll
     for (int n = 0; n < NT; n++) {
@@ -275,7 +349,9 @@ static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
     for (int d = 0; d < D; d++)
         if (d < m) load_x<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
     if (OWN) {
-        own_rows(p, x, T, kw, ks, rank * kw, xs, x_ld);
+        float *squares = (float *)(xs + T * x_ld);
+        if (HOW == NORMED) own_squares(p, x, T, squares);
+        own_rows<HOW>(p, x, T, kw, ks, rank * kw, change, squares, xs, x_ld);
         __syncthreads();
     }
     side_put<F>(p, side, first, n_blocks, scales, nans);
@@ -380,60 +456,221 @@ static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
 }
 
 template <enum kern_wfmt F, int NT, bool OWN>
+static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
+    few_kernel(struct cuda_product p, int32_t tiles, int kw, int ks, int held)
+{
+    const struct share sh = {(int32_t)blockIdx.x / ks,
+                             (int32_t)gridDim.x / ks,
+                             tiles,
+                             (int32_t)blockIdx.y,
+                             (int32_t)blockIdx.z,
+                             (int)blockIdx.x % ks,
+                             kw,
+                             ks,
+                             held};
+    few_tiles<F, NT, OWN, AS_THEY_ARE>(p, sh, change());
+}
+
+/* Warps that share k. Eight groups a warp or more; but many columns want many rows beside each other, which
+ * share x in the first-level cache. Narrow products, whose 16 rows times kw are tiles(kw): rather more blocks
+ * of threads, each with less of k a warp. */
+template <typename TILES>
+static int warps_of_k(const struct kern_stream *s, int nt, int32_t n_blocks, TILES tiles)
+{
+    int kw = nt > 1 ? 2 : n_blocks >= 32 ? 8 : n_blocks >= 16 ? 4 : n_blocks >= 8 ? 2 : 1;
+    const int enough = nt > 1 ? s->n_sm * 3 / 4 : s->n_sm;
+    while (kw < WARPS && 2 * kw <= n_blocks && tiles(kw) < enough) kw *= 2;
+    return kw;
+}
+
+/* Block sums are kept until there is no room for those of the next D groups of each warp. */
+template <enum kern_wfmt F, int NT, bool OWN>
+static int held_of(int32_t n_blocks, int all_k, size_t one)
+{
+    const int turn = shape<F, NT, OWN>::D / 2 * all_k;
+    const int held = (int)(SUM_BYTES * (NT > 2 ? 2 : 1) / one) / turn * turn;
+    const int most = (int)cuda_ceil(n_blocks, turn) * turn;
+    return held < turn ? turn : held > most ? most : held;
+}
+/* Shared memory of a block; one: bytes of its sums of one block of k. */
+static size_t few_bytes(int32_t K, int32_t T, int rw, int held, size_t one, bool own, bool normed)
+{
+    const size_t x = own ? (size_t)T * ((size_t)cuda_row_width(K) + 8) * 2 : 0;
+    return NAN_BYTES + ((size_t)cuda_ceil(K, BLOCK_K) * 2 + 3) / 4 * 16 + (size_t)held * one +
+           (size_t)rw * (size_t)T * ROWS * sizeof(float) + x +
+           (normed ? (size_t)T * NORM_SPANS * sizeof(float) : 0);
+}
+
+template <typename... P, typename... A>
+static void launch_few(struct kern_stream *s, void (*kernel)(P...), dim3 grid, int ks, size_t bytes,
+                       bool early, A... args)
+{
+    cudaLaunchAttribute attrs[2] = {};
+    cudaLaunchConfig_t c = {};
+    if (ks > 1) {
+        attrs[c.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attrs[c.numAttrs].val.clusterDim.x = (unsigned)ks;
+        attrs[c.numAttrs].val.clusterDim.y = attrs[c.numAttrs].val.clusterDim.z = 1;
+        c.numAttrs++;
+    }
+    if (early) {
+        attrs[c.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attrs[c.numAttrs].val.programmaticStreamSerializationAllowed = 1;
+        c.numAttrs++;
+    }
+    c.gridDim = grid;
+    c.blockDim = dim3(THREADS);
+    c.dynamicSmemBytes = bytes;
+    c.stream = s->cu;
+    c.attrs = attrs;
+    cudaLaunchKernelEx(&c, kernel, P(args)...);
+}
+
+template <enum kern_wfmt F, int NT, bool OWN>
 static void launch(struct kern_stream *s, const struct cuda_product *p)
 {
     const int32_t n_blocks = (int32_t)cuda_ceil(p->K, BLOCK_K);
     const int32_t T = p->T < 8 * NT ? p->T : 8 * NT;
-    /* Eight groups a warp or more; but many columns want many rows beside each other, which share x in
-     * the first-level cache. */
-    int kw = NT > 1 ? 2 : n_blocks >= 32 ? 8 : n_blocks >= 16 ? 4 : n_blocks >= 8 ? 2 : 1;
-    /* Narrow products: rather more blocks of threads, each with less of k a warp. */
-    const int enough = NT > 1 ? s->n_sm * 3 / 4 : s->n_sm;
     const int64_t columns = cuda_ceil(p->T, 8 * NT);
-    while (kw < WARPS && 2 * kw <= n_blocks &&
-           cuda_ceil(p->N, ROWS * WARPS / kw) * p->groups * columns < enough)
-        kw *= 2;
+    const int kw = warps_of_k(s, NT, n_blocks, [&](int w) {
+        return cuda_ceil(p->N, ROWS * WARPS / w) * p->groups * columns;
+    });
     const int rw = WARPS / kw;
     const int64_t tiles = cuda_ceil(p->N, ROWS * rw);
     int ks = 1;
     while (s->arch == 90 && NT == 1 && ks < MOST_BLOCKS && 2 * ks * kw <= n_blocks &&
            tiles * p->groups * columns * ks * 2 <= s->n_sm)
         ks *= 2;
-    const int all_k = kw * ks;
     const size_t one = (size_t)rw * (size_t)T * COL_LD * sizeof(float);
-    /* Block sums are kept until there is no room for those of the next D groups of each warp. */
-    const int turn = shape<F, NT, OWN>::D / 2 * all_k;
-    int held = (int)(SUM_BYTES * (NT > 2 ? 2 : 1) / one) / turn * turn;
-    const int most = (int)cuda_ceil(n_blocks, turn) * turn;
-    held = held < turn ? turn : held > most ? most : held;
-    const size_t x_bytes = OWN ? (size_t)T * ((size_t)cuda_row_width(p->K) + 8) * 2 : 0;
-    const size_t bytes = NAN_BYTES + ((size_t)n_blocks * 2 + 3) / 4 * 16 + (size_t)held * one +
-                         (size_t)rw * (size_t)T * ROWS * sizeof(float) + x_bytes;
+    const int held = held_of<F, NT, OWN>(n_blocks, kw * ks, one);
     CUDA_SHARED((few_kernel<F, NT, OWN>), 99 * 1024);
-    cudaLaunchAttribute attrs[2] = {};
-    unsigned n_attrs = 0;
-    if (ks > 1) {
-        attrs[n_attrs].id = cudaLaunchAttributeClusterDimension;
-        attrs[n_attrs].val.clusterDim.x = (unsigned)ks;
-        attrs[n_attrs].val.clusterDim.y = attrs[n_attrs].val.clusterDim.z = 1;
-        n_attrs++;
-    }
-    if (cuda_early_products && p->after_quant) {
-        attrs[n_attrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attrs[n_attrs].val.programmaticStreamSerializationAllowed = 1;
-        n_attrs++;
-    }
-    cudaLaunchConfig_t c = {};
     /* Two blocks of threads a multiprocessor, if there are so many tiles. */
     const int64_t room = 2 * s->n_sm / (p->groups * columns);
     const int64_t across = NT > 1 || tiles < room || room < 1 ? tiles : room;
-    c.gridDim = dim3((unsigned)(across * ks), (unsigned)p->groups, (unsigned)columns);
-    c.blockDim = dim3(THREADS);
-    c.dynamicSmemBytes = bytes;
-    c.stream = s->cu;
-    c.attrs = attrs;
-    c.numAttrs = n_attrs;
-    cudaLaunchKernelEx(&c, few_kernel<F, NT, OWN>, *p, (int32_t)tiles, kw, ks, held);
+    launch_few(s, few_kernel<F, NT, OWN>,
+               dim3((unsigned)(across * ks), (unsigned)p->groups, (unsigned)columns), ks,
+               few_bytes(p->K, T, rw, held, one, OWN, false), cuda_early_products && p->after_quant,
+               *p, (int32_t)tiles, kw, ks, held);
+}
+
+/* ------------------------------------------------------------------ several products of the same rows */
+
+/* A product and its blocks of threads: `across` clusters for each of its groups, from block `begin` on. */
+struct part {
+    struct cuda_product p;
+    enum kern_wfmt fmt;
+    int32_t begin, across, tiles, held;
+};
+struct set {
+    struct part part[CUDA_SET_MOST];
+    int n, kw, ks;
+    struct change change;
+};
+
+template <enum before HOW>
+static __global__ void __launch_bounds__(THREADS, 2)
+    set_kernel(const __grid_constant__ struct set a)
+{
+    int i = 0;
+    while (i + 1 < a.n && (int32_t)blockIdx.x >= a.part[i + 1].begin) i++;
+    const struct part &part = a.part[i];
+    const int32_t cluster = ((int32_t)blockIdx.x - part.begin) / a.ks;
+    const struct share sh = {cluster % part.across,
+                             part.across,
+                             part.tiles,
+                             cluster / part.across,
+                             0,
+                             (int)blockIdx.x % a.ks,
+                             a.kw,
+                             a.ks,
+                             part.held};
+    cuda_hurry();
+    if (HOW == NORMED) { /* its weights, long before they are needed */
+        const int32_t bytes = part.p.K * (a.change.w.dtype == KERN_F32 ? 4 : 2);
+        for (int32_t b = threadIdx.x * 128; b < bytes; b += THREADS * 128)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"((const uint8_t *)a.change.w.data + b));
+    }
+    switch (part.fmt) {
+    case KERN_W_FP8: few_tiles<KERN_W_FP8, 1, true, HOW>(part.p, sh, a.change); break;
+    case KERN_W_BF16: few_tiles<KERN_W_BF16, 1, true, HOW>(part.p, sh, a.change); break;
+    default: few_tiles<KERN_W_F32, 1, true, HOW>(part.p, sh, a.change); break;
+    }
+}
+
+bool cuda_set_fits(const struct cuda_set *a)
+{
+    const struct cuda_product *p = &a->p[0];
+    if (p->T > 8 || (int64_t)p->T * p->K > CUDA_SET_ELEMENTS) return false;
+    for (int i = 0; i < a->n; i++)
+        if ((a->fmt[i] != KERN_W_FP8 && a->fmt[i] != KERN_W_BF16 && a->fmt[i] != KERN_W_F32) ||
+            a->p[i].K != p->K || a->p[i].aq == KERN_AQ_NVFP4)
+            return false;
+    if (a->norm) return p->groups == 1;
+    if (a->rope) return a->rope->d % 4 == 0 && a->rope->rd % 4 == 0 && p->K % a->rope->d == 0;
+    return true;
+}
+
+void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
+{
+    const struct cuda_product *first = &from->p[0];
+    const int32_t n_blocks = (int32_t)cuda_ceil(first->K, BLOCK_K), groups = first->groups;
+    const auto tiles_at = [&](int w) {
+        int64_t n = 0;
+        for (int i = 0; i < from->n; i++) n += cuda_ceil(from->p[i].N, ROWS * WARPS / w) * groups;
+        return n;
+    };
+    struct set a = {};
+    a.n = from->n;
+    a.kw = warps_of_k(s, 1, n_blocks, tiles_at);
+    const int rw = WARPS / a.kw;
+    const int64_t room = 2 * s->n_sm, all = tiles_at(a.kw);
+    a.ks = 1;
+    while (s->arch == 90 && a.ks < MOST_BLOCKS && 2 * a.ks * a.kw <= n_blocks &&
+           all * a.ks * 2 <= room)
+        a.ks *= 2;
+    const size_t one = (size_t)rw * (size_t)first->T * COL_LD * sizeof(float);
+    int64_t all_bytes = 0, blocks = 0;
+    for (int i = 0; i < a.n; i++) all_bytes += from->p[i].N * from->p[i].row_bytes;
+    int most_held = 0;
+    for (int i = 0; i < a.n; i++) {
+        struct part *q = &a.part[i];
+        q->p = from->p[i];
+        q->fmt = from->fmt[i];
+        q->tiles = (int32_t)cuda_ceil(q->p.N, ROWS * rw);
+        q->held = q->fmt == KERN_W_FP8 ? held_of<KERN_W_FP8, 1, true>(n_blocks, a.kw * a.ks, one)
+                  : q->fmt == KERN_W_BF16
+                      ? held_of<KERN_W_BF16, 1, true>(n_blocks, a.kw * a.ks, one)
+                      : held_of<KERN_W_F32, 1, true>(n_blocks, a.kw * a.ks, one);
+        if (q->held > most_held) most_held = q->held;
+        /* All blocks of threads at once, each product with its part of the bytes. */
+        const int64_t part = room * (q->p.N * q->p.row_bytes) / (all_bytes * groups * a.ks);
+        q->across = all * a.ks <= room || part > q->tiles ? q->tiles : part < 1 ? 1 : (int32_t)part;
+        q->begin = (int32_t)blocks;
+        blocks += (int64_t)q->across * groups * a.ks;
+    }
+    if (from->norm) {
+        a.change.w = from->norm->w;
+        a.change.eps = from->norm->eps;
+        a.change.w_by_fours =
+            (uintptr_t)a.change.w.data % (4 * (size_t)kern_dtype_bytes(a.change.w.dtype)) == 0;
+    }
+    if (from->rope) {
+        a.change.cos = from->rope->cos;
+        a.change.sin = from->rope->sin;
+        a.change.d = from->rope->d;
+        a.change.rd = from->rope->rd;
+        a.change.sign = from->rope->inverse ? -1.0f : 1.0f;
+    }
+    const size_t bytes = few_bytes(first->K, first->T, rw, most_held, one, true, from->norm);
+    const dim3 grid((unsigned)blocks);
+    CUDA_SHARED(set_kernel<AS_THEY_ARE>, 99 * 1024);
+    CUDA_SHARED(set_kernel<NORMED>, 99 * 1024);
+    CUDA_SHARED(set_kernel<TURNED>, 99 * 1024);
+    launch_few(s,
+               from->norm   ? set_kernel<NORMED>
+               : from->rope ? set_kernel<TURNED>
+                            : set_kernel<AS_THEY_ARE>,
+               grid, a.ks, bytes, cuda_early_launches, a);
 }
 
 /* What the formats of a model's dense products are given. */

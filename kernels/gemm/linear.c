@@ -34,6 +34,34 @@ int kern_linear_check(const struct kern_linear *p)
     return ok ? 0 : TOW_EINVAL;
 }
 
+static bool same_rows(const struct kern_linear *a, const struct kern_linear *b)
+{
+    return a->x == b->x && a->x_dtype == b->x_dtype && a->ld_x == b->ld_x && a->T == b->T &&
+           (int64_t)a->groups * a->K == (int64_t)b->groups * b->K;
+}
+
+int kern_linears_check(const struct kern_linears *p)
+{
+    if (p->n < 0 || (p->n > 0 && !p->each)) return TOW_EINVAL;
+    int rc = 0;
+    for (int32_t i = 0; i < p->n && rc == 0; i++)
+        rc = same_rows(&p->each[i], p->each) ? kern_linear_check(&p->each[i]) : TOW_EINVAL;
+    if (rc < 0 || (!p->norm && !p->rope)) return rc;
+    if (p->n == 0 || (p->norm && p->rope)) return TOW_EINVAL;
+    const struct kern_linear *l = p->each;
+    const int64_t width = (int64_t)l->groups * l->K;
+    if (p->norm) {
+        const struct kern_rmsnorm *m = p->norm;
+        const bool ok = m->x == l->x && m->y == l->x && m->ld_x == l->ld_x && m->ld_y == l->ld_x &&
+                        m->T == l->T && m->D == width && m->act == l->x_dtype;
+        return ok ? kern_rmsnorm_check(m) : TOW_EINVAL;
+    }
+    const struct kern_heads_rope *r = p->rope;
+    const bool ok = r->q == l->x && l->ld_x == width && r->T == l->T &&
+                    (int64_t)r->H * r->d == width && r->act == l->x_dtype && !r->norm;
+    return ok ? kern_heads_rope_check(r) : TOW_EINVAL;
+}
+
 int kern_embed_check(const struct kern_embed *p)
 {
     if (p->T < 0 || p->hc < 1 || !kern_weight_ok(&p->w, p->w.n, p->w.k)) return TOW_EINVAL;

@@ -15,6 +15,9 @@
 
 #include "common/base/err.h"
 
+int KERN_ISA(kern_rmsnorm)(struct kern_stream *s, const struct kern_rmsnorm *p);
+int KERN_ISA(kern_heads_rope)(struct kern_stream *s, const struct kern_heads_rope *p);
+
 enum {
     BLOCK_BYTES = 1300 * 1024, /* of a block of rows, out of 2 MiB */
     BLOCK_MIN = 36,            /* rows, however wide: below, dequantizing shows */
@@ -175,6 +178,14 @@ int KERN_ISA(kern_linear)(struct kern_stream *s, const struct kern_linear *p)
         kern_parallel(s, (int64_t)j.panels * p->groups, panel_part, &j);
     }
     return 0;
+}
+
+int KERN_ISA(kern_linears)(struct kern_stream *s, const struct kern_linears *p)
+{
+    int rc = p->norm ? KERN_ISA(kern_rmsnorm)(s, p->norm) : 0;
+    if (rc == 0 && p->rope) rc = KERN_ISA(kern_heads_rope)(s, p->rope);
+    for (int32_t i = 0; i < p->n && rc == 0; i++) rc = KERN_ISA(kern_linear)(s, &p->each[i]);
+    return rc;
 }
 
 struct embed_job {

@@ -11,6 +11,9 @@ extern "C" {
 #include "kernels/cuda/table.h"
 }
 
+extern "C" int kern_rmsnorm_cuda(struct kern_stream *s, const struct kern_rmsnorm *p);
+extern "C" int kern_heads_rope_cuda(struct kern_stream *s, const struct kern_heads_rope *p);
+
 enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8 };
 
 int cuda_wide_products = 1;
@@ -134,15 +137,10 @@ static bool enough_tiles(const struct kern_stream *s, const struct cuda_product 
     return tiles * cuda_ceil(p->T, 64) * 2 > s->n_sm || (p->T >= 32 && tiles * 5 >= s->n_sm);
 }
 
-extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
+/* What the kernels of bf16 rows are told. */
+static struct cuda_product product_of(const struct kern_linear *p)
 {
-    if (p->T == 0) return 0;
     const struct kern_weight *w = &p->w;
-    if ((w->fmt == KERN_W_MXFP4 && w->sfmt != KERN_S_UE8M0) ||
-        (w->fmt == KERN_W_NVFP4 && w->sfmt != KERN_S_E4M3))
-        return TOW_EINVAL;
-    if (p->x_dtype != KERN_BF16 || (p->round_w && weight_rounds(w))) return linear_plain(s, p);
-
     struct cuda_product c;
     c.x = (const uint16_t *)p->x;
     c.ld_x = p->ld_x;
@@ -165,13 +163,37 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     if (p->aq == KERN_AQ_NVFP4) c.post *= w->input_scale;
     c.aq = p->aq;
     c.by_fours = cuda_by_fours(p->x, KERN_BF16, p->ld_x, p->K, p->groups);
+    c.codes = NULL;
+    c.own = c.after_quant = false;
+    return c;
+}
+
+/* The scales that placed weights have. */
+static bool scales_fit(const struct kern_weight *w)
+{
+    return !(w->fmt == KERN_W_MXFP4 && w->sfmt != KERN_S_UE8M0) &&
+           !(w->fmt == KERN_W_NVFP4 && w->sfmt != KERN_S_E4M3);
+}
+static bool is_plain(const struct kern_linear *p)
+{
+    return p->x_dtype != KERN_BF16 || (p->round_w && weight_rounds(&p->w));
+}
+
+extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
+{
+    if (p->T == 0) return 0;
+    const struct kern_weight *w = &p->w;
+    if (!scales_fit(w)) return TOW_EINVAL;
+    if (is_plain(p)) return linear_plain(s, p);
+
+    struct cuda_product c = product_of(p);
     const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
                      p->ld_x < (int64_t)1 << 30;
-    c.codes = NULL;
     if (cuda_codes_fits(s, w->fmt, &c) ||
         (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
          (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c))))
         return linear_wgmma(s, p, &c);
+    const bool four_bits = w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4;
     /* Rows that can be read as they are need no copy in shared memory. */
     c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !fit) && p->T <= 8 &&
             (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
@@ -193,4 +215,35 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     else
         cuda_product_many(s, w->fmt, &c);
     return cuda_done(s, "linear");
+}
+
+/* All of them in one launch? */
+static bool set_of(const struct kern_stream *s, const struct kern_linears *p, struct cuda_set *a)
+{
+    if (p->n > CUDA_SET_MOST) return false;
+    a->n = p->n;
+    a->norm = p->norm;
+    a->rope = p->rope;
+    for (int32_t i = 0; i < p->n; i++) {
+        const struct kern_linear *l = &p->each[i];
+        if (!scales_fit(&l->w) || is_plain(l)) return false;
+        a->p[i] = product_of(l);
+        a->fmt[i] = l->w.fmt;
+        if (cuda_codes_fits(s, l->w.fmt, &a->p[i])) return false;
+    }
+    return cuda_set_fits(a);
+}
+
+extern "C" int kern_linears_cuda(struct kern_stream *s, const struct kern_linears *p)
+{
+    struct cuda_set a;
+    if (p->n == 0 || p->each[0].T == 0) return 0;
+    if (set_of(s, p, &a)) {
+        cuda_product_set(s, &a);
+        return cuda_done(s, "linears");
+    }
+    int rc = p->norm ? kern_rmsnorm_cuda(s, p->norm) : 0;
+    if (rc == 0 && p->rope) rc = kern_heads_rope_cuda(s, p->rope);
+    for (int32_t i = 0; i < p->n && rc == 0; i++) rc = kern_linear_cuda(s, &p->each[i]);
+    return rc;
 }

@@ -49,6 +49,22 @@ bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 
+/* Several products of the same few rows in one launch, whose blocks of threads quantize these for themselves and
+ * norm or rotate them on that way; each with the bits that it has alone. */
+enum {
+    CUDA_SET_MOST = 8,
+    CUDA_SET_ELEMENTS = 8 << 10 /* of x */
+};
+struct cuda_set {
+    struct cuda_product p[CUDA_SET_MOST]; /* [n] of one T, K and groups */
+    enum kern_wfmt fmt[CUDA_SET_MOST];
+    int n;
+    const struct kern_rmsnorm *norm;    /* NULL, or as in kern_linears */
+    const struct kern_heads_rope *rope; /* the same */
+};
+bool cuda_set_fits(const struct cuda_set *a);
+void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
+
 /* By wgmma, on sm_90a. Kx is whole blocks of 128 k, x is tight and aligned, and with k in the order of
  * slots. False: the driver refused to describe the operands.
  * Products of codes (x as codes, cuda_fp8_products): a block of 128 k is four instructions of 32 k, ascending,

@@ -1,5 +1,5 @@
-/* kernels/kvpack/kvpack.c - shape contracts of window_store and compress,
- * and of the sequences of a batch. */
+/* kernels/kvpack/kvpack.c - shape contracts of window_store, compress and
+ * prepare, and of the sequences of a batch. */
 #include "kernels/kvpack/kvpack.h"
 
 #include "common/base/err.h"
@@ -44,4 +44,18 @@ int kern_compress_check(const struct kern_compress *p)
         return TOW_EINVAL;
     if (p->n_seqs > 0 && !(p->kv && p->gate && p->pages)) return TOW_EINVAL;
     return o ? kern_compress_check(o) : 0;
+}
+
+int kern_prepare_check(const struct kern_prepare *p)
+{
+    const struct kern_window_store *w = p->store;
+    const struct kern_compress *c = p->compress;
+    if (w && (!p->kv || w->kv != p->kv->y || w->act != p->kv->act)) return TOW_EINVAL;
+    if (w && c && (w->seqs != c->seqs || w->n_seqs != c->n_seqs || w->layout != c->layout))
+        return TOW_EINVAL;
+    int rc = p->heads ? kern_heads_rope_check(p->heads) : 0;
+    if (rc == 0 && p->kv) rc = kern_kv_prep_check(p->kv);
+    if (rc == 0 && w) rc = kern_window_store_check(w);
+    if (rc == 0 && c) rc = kern_compress_check(c);
+    return rc == 0 && p->index ? kern_index_query_check(p->index) : rc;
 }

@@ -15,6 +15,9 @@
 
 #include "common/base/err.h"
 
+int KERN_ISA(kern_heads_rope)(struct kern_stream *s, const struct kern_heads_rope *p);
+int KERN_ISA(kern_kv_prep)(struct kern_stream *s, const struct kern_kv_prep *p);
+
 enum { CHANNELS = 64 }; /* of a part of the first round */
 
 struct store_job {
@@ -292,4 +295,13 @@ int KERN_ISA(kern_index_query)(struct kern_stream *s, const struct kern_index_qu
     if (!j.scratch) return TOW_ENOMEM;
     kern_parallel(s, p->T, query_part, &j);
     return 0;
+}
+
+int KERN_ISA(kern_prepare)(struct kern_stream *s, const struct kern_prepare *p)
+{
+    int rc = p->heads ? KERN_ISA(kern_heads_rope)(s, p->heads) : 0;
+    if (rc == 0 && p->kv) rc = KERN_ISA(kern_kv_prep)(s, p->kv);
+    if (rc == 0 && p->store) rc = KERN_ISA(kern_window_store)(s, p->store);
+    if (rc == 0 && p->compress) rc = KERN_ISA(kern_compress)(s, p->compress);
+    return rc == 0 && p->index ? KERN_ISA(kern_index_query)(s, p->index) : rc;
 }

@@ -95,6 +95,17 @@ static void work_of_linear(const struct kern_linear *p, struct work *w)
     w->flops = 2.0 * p->T * p->groups * p->N * p->K;
 }
 
+static void work_of_linears(const struct kern_linears *p, struct work *w)
+{
+    for (int32_t i = 0; i < p->n; i++) {
+        struct work one = {0};
+        work_of_linear(&p->each[i], &one);
+        w->bytes += one.bytes;
+        w->flops += one.flops;
+    }
+    snprintf(w->name, sizeof w->name, "linears %d of %d", p->n, p->n ? p->each[0].K : 0);
+}
+
 static void work_of_moe(const struct kern_moe *p, struct work *w)
 {
     snprintf(w->name, sizeof w->name, "moe %s", format_name(p->w1[0].fmt));
@@ -160,6 +171,7 @@ NO_WORK(kv_prep)
 NO_WORK(window_store)
 NO_WORK(compress)
 NO_WORK(index_query)
+NO_WORK(prepare)
 NO_WORK(index_rank)
 NO_WORK(route)
 NO_WORK(swiglu)

@@ -166,6 +166,23 @@ static void work_of_linear(const struct kern_linear *p, struct work *w)
     w->flops = 2.0 * p->T * p->groups * p->N * p->K;
     w->peak = p->aq == KERN_AQ_NONE ? peak_bf16 : peak_fp8;
 }
+/* By the first one's name. */
+static void work_of_linears(const struct kern_linears *p, struct work *w)
+{
+    double seconds = 0;
+    w->peak = peak_bf16;
+    for (int32_t i = 0; i < p->n; i++) {
+        struct work one = {0};
+        work_of_linear(&p->each[i], &one);
+        w->bytes += one.bytes;
+        w->flops += one.flops;
+        seconds += one.flops / one.peak;
+        if (i == 0) memcpy(w->name, one.name, sizeof w->name);
+    }
+    if (seconds > 0) w->peak = w->flops / seconds;
+    if (p->n > 1)
+        snprintf(w->name + strlen(w->name), sizeof w->name - strlen(w->name), " +%d", p->n - 1);
+}
 static void work_of_hc_collapse(const struct kern_hc_collapse *p, struct work *w)
 {
     if (p->post)
@@ -230,6 +247,17 @@ static void work_of_compress(const struct kern_compress *p, struct work *w)
 static void work_of_index_query(const struct kern_index_query *p, struct work *w)
 {
     w->bytes = 2.0 * p->T * p->H * p->w * elem(p->act);
+}
+static void work_of_prepare(const struct kern_prepare *p, struct work *w)
+{
+    struct work one[5] = {{.bytes = 0}};
+    if (p->heads) work_of_heads_rope(p->heads, &one[0]);
+    if (p->kv) work_of_kv_prep(p->kv, &one[1]);
+    if (p->store) work_of_window_store(p->store, &one[2]);
+    if (p->compress) work_of_compress(p->compress, &one[3]);
+    if (p->index) work_of_index_query(p->index, &one[4]);
+    for (int i = 0; i < 5; i++) w->bytes += one[i].bytes;
+    if (p->compress) snprintf(w->name, sizeof w->name, "prepare, %s", one[3].name);
 }
 static void work_of_index_select(const struct kern_index_select *p, struct work *w)
 {

@@ -27,12 +27,14 @@ struct bound {
 };
 static struct bound bound_of(int op, bool f32)
 {
-    if (op == OP_CASE_linear && f32) return (struct bound){5e-6, 5e-5};
+    if ((op == OP_CASE_linear || op == OP_CASE_linears) && f32) return (struct bound){5e-6, 5e-5};
     if (f32) return (struct bound){2e-6, 1e-5};
     switch (op) {
+    case OP_CASE_linears:
     case OP_CASE_moe: return (struct bound){1e-2, 6e-2};
     case OP_CASE_compress:
     case OP_CASE_kv_prep:
+    case OP_CASE_prepare:
     case OP_CASE_index_query: return (struct bound){1e-2, 8e-2};
     default: return (struct bound){2e-3, 1e-2};
     }

@@ -297,6 +297,79 @@ static void case_linear(struct op_run *r)
     done(r, y, T, G * N * b, ldy * b, b);
 }
 
+/* Several products of the same rows, after a norm or a rotation of these or after nothing. Widths up to
+ * the deployed ones' order, so that all of them are made in one launch where a back end does that. */
+static void case_linears(struct op_run *r)
+{
+    enum { MOST = 5 };
+    static const int32_t ks[] = {64, 128, 200, 1024}, ns[] = {1, 16, 70, 131, 256};
+    static const int32_t ts[] = {0, 1, 2, 3, 5, 9, 17};
+    const int way = r->variant % 3; /* nothing, norm, rope */
+    const int32_t T = r->variant / 2 % 2 ? 1 : PICK(r, ts), n = 1 + r->variant / 3 % MOST;
+    const int32_t G = n == 1 && r->variant % 2 ? 2 : 1, d = 64, K = way == 2 ? 512 : PICK(r, ks);
+    const enum kern_dtype act = r->variant % 5 ? KERN_BF16 : KERN_F32;
+    const int64_t width = (int64_t)G * K, ld_x = way == 2 ? width : width + 8;
+    const int b = kern_dtype_bytes(act);
+    r->f32 = act == KERN_F32;
+    void *x = take(r, (size_t)(T * ld_x * b) + 1);
+    memcpy(x, input(r, T, width, ld_x, act), T ? (size_t)(((T - 1) * ld_x + width) * b) : 0);
+    float *c, *sn;
+    tables(r, T, 32, &c, &sn);
+    const struct kern_vec w = vec(r, (int32_t)width, r->variant % 2 ? KERN_BF16 : KERN_F32);
+    struct kern_linear each[MOST];
+    for (int32_t i = 0; i < n; i++) {
+        const enum kern_wfmt fmt =
+            (enum kern_wfmt)((r->variant / 2 + i) % (r->variant % 4 ? 3 : 5));
+        const int32_t N = ns[(r->variant + i) % 5];
+        const enum kern_dtype yt = r->f32 || i % 2 ? KERN_F32 : KERN_BF16;
+        each[i] = (struct kern_linear){
+            .w = weight(r, fmt == KERN_W_NVFP4 || K % 32 ? KERN_W_FP8 : fmt, G * N, K),
+            .y = output(r, (int64_t)T * G * N * kern_dtype_bytes(yt)),
+            .ld_x = ld_x,
+            .ld_y = (int64_t)G * N,
+            .N = N,
+            .K = K,
+            .groups = G,
+            .x_dtype = act,
+            .y_dtype = yt,
+            .round_w = way == 2 && !r->f32};
+        each[i].aq = each[i].w.fmt == KERN_W_FP8 && way != 2 ? KERN_AQ_A128 : KERN_AQ_NONE;
+    }
+    PIECES(t, m, T)
+    {
+        struct kern_linear now[MOST];
+        for (int32_t i = 0; i < n; i++) {
+            now[i] = each[i];
+            now[i].T = m;
+            now[i].x = at(x, t * ld_x, act);
+            now[i].y = at(each[i].y, t * each[i].ld_y, each[i].y_dtype);
+        }
+        const struct kern_rmsnorm norm = {at(x, t * ld_x, act),
+                                          w,
+                                          at(x, t * ld_x, act),
+                                          ld_x,
+                                          ld_x,
+                                          m,
+                                          (int32_t)width,
+                                          1e-6f,
+                                          act};
+        const struct kern_heads_rope rope = {.q = at(x, t * ld_x, act),
+                                             .cos = c + t * 16,
+                                             .sin = sn + t * 16,
+                                             .T = m,
+                                             .H = (int32_t)(width / d),
+                                             .d = d,
+                                             .rd = 32,
+                                             .inverse = r->variant % 2,
+                                             .act = act};
+        const struct kern_linears p = {now, way == 1 ? &norm : NULL, way == 2 ? &rope : NULL, n};
+        assert_int_equal(r->ops->linears(r->s, &p), 0);
+    }
+    for (int32_t i = 0; i < n; i++)
+        done_flat(r, each[i].y, (int64_t)T * G * each[i].N * kern_dtype_bytes(each[i].y_dtype),
+                  kern_dtype_bytes(each[i].y_dtype));
+}
+
 static void case_hc_collapse(struct op_run *r)
 {
     static const int32_t ds[] = {16, 20, 64, 100};
@@ -953,6 +1026,73 @@ static void case_compress(struct op_run *r)
     if (w.shadowed) check_shadows(&w);
     done_own(r, w.pages, w.pool_bytes, 1);
     done_own(r, w.tails, SEQS * w.l.tail_bytes, 1);
+    view_entries(r, &w);
+    view_tails(r, &w);
+}
+
+/* All of it where every sequence has one row, what is legal elsewhere. */
+static void case_prepare(struct op_run *r)
+{
+    struct world w;
+    struct kern_seq b[SEQS];
+    world_open(r, &w, r->variant / 8 == 1 ? 4 : ratio_of(r));
+    const int64_t a = kern_dtype_bytes(w.act), heads = HEADS * w.d, index = INDEX_H * INDEX_W;
+    float *c, *sn;
+    tables(r, w.T, w.rd, &c, &sn);
+    void *q = output(r, w.T * heads * a), *kv = output(r, (int64_t)w.T * w.d * a),
+         *iq = output(r, w.T * index * a);
+    memcpy(q, w.query, (size_t)(w.T * heads * a));
+    memcpy(iq, w.iq, (size_t)(w.T * index * a));
+    for (int32_t n; (n = world_batch(r, &w, b)) > 0;) {
+        bool one = true;
+        for (int32_t i = 0; i < n; i++) one &= b[i].n_rows == 1;
+        /* Rows of a batch do not lie together here, so the dense tensors go sequence by sequence. */
+        for (int32_t i = 0; i < n; i++) {
+            struct kern_seq s = b[i];
+            const int64_t t = s.row0, h = w.rd / 2;
+            s.row0 = 0;
+            struct kern_compress both = compress_of(&w, false, &s, 1),
+                                 other = compress_of(&w, true, &s, 1);
+            const int64_t cw = w.ratio == 4 ? 2 : 1;
+            both.kv += t * cw * w.d, both.gate += t * cw * w.d;
+            other.kv += t * cw * INDEX_W, other.gate += t * cw * INDEX_W;
+            if (w.ratio == 4) both.also = &other;
+            const struct kern_heads_rope heads_rope = {.q = at(q, t * heads, w.act),
+                                                       .cos = c + t * h,
+                                                       .sin = sn + t * h,
+                                                       .T = s.n_rows,
+                                                       .H = HEADS,
+                                                       .d = w.d,
+                                                       .rd = w.rd,
+                                                       .eps = 1e-6f,
+                                                       .norm = true,
+                                                       .act = w.act};
+            const struct kern_kv_prep kv_prep = {at(w.win, t * w.d, w.act),
+                                                 w.norm,
+                                                 c + t * h,
+                                                 sn + t * h,
+                                                 at(kv, t * w.d, w.act),
+                                                 s.n_rows,
+                                                 w.d,
+                                                 w.rd,
+                                                 1e-6f,
+                                                 w.act};
+            const struct kern_window_store store = {kv_prep.y, &w.l, 1, &s, 1, w.act};
+            const struct kern_index_query query = {
+                at(iq, t * index, w.act), c + t * h, sn + t * h, s.n_rows, INDEX_H, INDEX_W, w.rd,
+                w.l.spec.ik_fmt,          w.act};
+            const struct kern_prepare p = {r->variant % 5 == 4 ? NULL : &heads_rope, &kv_prep,
+                                           one ? &store : NULL, &both,
+                                           w.ratio == 4 ? &query : NULL};
+            assert_int_equal(r->ops->prepare(r->s, &p), 0);
+            if (!one) assert_int_equal(r->ops->window_store(r->s, &store), 0);
+        }
+    }
+    done_own(r, w.pages, w.pool_bytes, 1);
+    done_own(r, w.tails, SEQS * w.l.tail_bytes, 1);
+    done_flat(r, q, w.T * heads * a, (int)a);
+    done_flat(r, kv, (int64_t)w.T * w.d * a, (int)a);
+    done_flat(r, iq, w.T * index * a, (int)a);
     view_entries(r, &w);
     view_tails(r, &w);
 }

@@ -30,7 +30,8 @@ static void run_case(const struct op_case *c, struct op_run *r, int isa, int thr
 static void test_parity(void **state)
 {
     const struct op_case *c = *state;
-    const bool product = c == &op_cases[OP_CASE_linear] || c == &op_cases[OP_CASE_moe];
+    const bool product = c == &op_cases[OP_CASE_linear] || c == &op_cases[OP_CASE_linears] ||
+                         c == &op_cases[OP_CASE_moe];
     for (int v = 0; v < op_case_variants(c); v++) {
         struct op_run first, r;
         run_case(c, &first, 0, 1, 0, v);
