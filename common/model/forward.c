@@ -458,11 +458,30 @@ static enum kern_act_quant aq_for(const struct model *m, const struct kern_weigh
     }
 }
 
+/* y = w x, T rows. */
+static struct kern_linear product(struct pass *p, const void *x, enum kern_dtype x_dtype,
+                                  const struct kern_weight *w, void *y, enum kern_dtype y_dtype,
+                                  int32_t T)
+{
+    return (struct kern_linear){.x = x,
+                                .w = *w,
+                                .y = y,
+                                .ld_x = w->k,
+                                .ld_y = w->n,
+                                .T = T,
+                                .N = w->n,
+                                .K = w->k,
+                                .groups = 1,
+                                .x_dtype = x_dtype,
+                                .y_dtype = y_dtype,
+                                .aq = aq_for(p->m, w)};
+}
+
 static void linear_rows(struct pass *p, const void *x, enum kern_dtype x_dtype,
                         const struct kern_weight *w, void *y, enum kern_dtype y_dtype, int32_t T)
 {
-    OP(p, linear, .x = x, .w = *w, .y = y, .ld_x = w->k, .ld_y = w->n, .T = T, .N = w->n, .K = w->k,
-       .groups = 1, .x_dtype = x_dtype, .y_dtype = y_dtype, .aq = aq_for(p->m, w));
+    const struct kern_linear l = product(p, x, x_dtype, w, y, y_dtype, T);
+    if (p->rc == 0) p->rc = p->m->ops->linear(p->m->stream, &l);
 }
 
 static void linear(struct pass *p, const void *x, const struct kern_weight *w, void *y)
@@ -470,16 +489,35 @@ static void linear(struct pass *p, const void *x, const struct kern_weight *w, v
     linear_rows(p, x, p->m->act, w, y, p->m->act, p->T);
 }
 
-/* Products the specification keeps in float32. */
-static void linear_f32(struct pass *p, const void *x, const struct kern_weight *w, float *y)
+/* Products of the same rows, made together. */
+struct products {
+    struct kern_linear each[8];
+    int32_t n;
+};
+static void add_product(struct pass *p, struct products *of, const void *x,
+                        const struct kern_weight *w, void *y, enum kern_dtype y_dtype)
 {
-    linear_rows(p, x, p->m->act, w, y, KERN_F32, p->T);
+    of->each[of->n++] = product(p, x, p->m->act, w, y, y_dtype, p->T);
+}
+
+static struct kern_rmsnorm norm_of(struct pass *p, const void *x, const struct kern_vec *w, void *y,
+                                   int32_t T)
+{
+    return (struct kern_rmsnorm){.x = x,
+                                 .w = *w,
+                                 .y = y,
+                                 .ld_x = w->n,
+                                 .ld_y = w->n,
+                                 .T = T,
+                                 .D = w->n,
+                                 .eps = p->m->w->shape.norm_eps,
+                                 .act = p->m->act};
 }
 
 static void rmsnorm(struct pass *p, const void *x, const struct kern_vec *w, void *y, int32_t T)
 {
-    OP(p, rmsnorm, .x = x, .w = *w, .y = y, .ld_x = w->n, .ld_y = w->n, .T = T, .D = w->n,
-       .eps = p->m->w->shape.norm_eps, .act = p->m->act);
+    const struct kern_rmsnorm norm = norm_of(p, x, w, y, T);
+    if (p->rc == 0) p->rc = p->m->ops->rmsnorm(p->m->stream, &norm);
 }
 
 static void collapse(struct pass *p, const struct model_hc *hc)
@@ -544,18 +582,13 @@ static void leave(struct pass *p, int32_t at, const char *streams)
     tap(p, at, streams, act_elem(m), m->s.h, (int64_t)m->w->shape.hc * m->w->shape.D);
 }
 
-/* What a compressor is fed, and what it has to do with that. */
+/* What a compressor has to do with what it is fed. */
 static struct kern_compress compressor(struct pass *p, int32_t at, const struct model_compressor *c,
                                        bool index)
 {
     struct model *m = p->m;
-    float *kv = index ? m->s.ikv : m->s.ckv, *gate = index ? m->s.igate : m->s.cgate;
-    linear_f32(p, m->s.x, &c->wkv, kv);
-    linear_f32(p, m->s.x, &c->wgate, gate);
-    tap(p, at, index ? "index.kv" : "main.kv", MODEL_ELEM_F32, kv, c->wkv.n);
-    tap(p, at, index ? "index.gate" : "main.gate", MODEL_ELEM_F32, gate, c->wgate.n);
-    return (struct kern_compress){.kv = kv,
-                                  .gate = gate,
+    return (struct kern_compress){.kv = index ? m->s.ikv : m->s.ckv,
+                                  .gate = index ? m->s.igate : m->s.cgate,
                                   .ape = c->ape,
                                   .norm = c->norm,
                                   .inv_freq = m->inv_freq[1],
@@ -567,15 +600,6 @@ static struct kern_compress compressor(struct pass *p, int32_t at, const struct 
                                   .n_seqs = p->b->n_seqs,
                                   .eps = m->w->shape.norm_eps,
                                   .act = m->act};
-}
-static void compress(struct pass *p, int32_t at, const struct model_layer *L)
-{
-    struct kern_compress c = compressor(p, at, &L->comp, false), index;
-    if (kern_kv_overlaps(L->ratio)) {
-        index = compressor(p, at, &L->index_comp, true);
-        c.also = &index;
-    }
-    if (p->rc == 0) p->rc = p->m->ops->compress(p->m->stream, &c);
 }
 
 /* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures. Until
@@ -718,6 +742,7 @@ static void capture(struct pass *p, int32_t at, const struct model_layer *L, con
     }
 }
 
+/* Entries for the queries in s.iq. */
 static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
@@ -726,12 +751,6 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     bool scored = t && t->scores;
     int64_t n_scores = 0;
 
-    linear(p, m->s.qr, &L->index_wq_b, m->s.iq);
-    OP(p, index_query, .q = m->s.iq, .cos = m->s.cos[1], .sin = m->s.sin[1], .T = p->T,
-       .H = s->index_heads, .w = s->index_dim, .rd = s->rd, .fmt = m->opt.ik_fmt, .act = m->act);
-    tap(p, at, "index_q", act_elem(m), m->s.iq, (int64_t)s->index_heads * s->index_dim);
-    linear(p, m->s.x, &L->index_proj, m->s.iwt);
-    tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
     const int32_t n_captured = captured_rows(p, at);
     float *scores = score_rows(p, scored ? p->T : n_captured, &n_scores);
     OP(p, index_select, .q = m->s.iq, .wt = m->s.iwt, .factor = index_factor(s),
@@ -749,50 +768,164 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     give_scores(m, scores);
 }
 
+/* All products of the normed rows s.x, and then those of the latent behind wq_a, which is normed on the way;
+ * s.qr has it only for who looks at it. */
+static void attention_products(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    struct products of_x = {.n = 0}, of_qr = {.n = 0};
+
+    add_product(p, &of_x, m->s.x, &L->wq_a, m->s.qr, m->act);
+    add_product(p, &of_x, m->s.x, &L->wkv, m->s.kv, m->act);
+    add_product(p, &of_qr, m->s.qr, &L->wq_b, m->s.q, m->act);
+    if (L->ratio > 0) { /* the specification keeps these in float32 */
+        add_product(p, &of_x, m->s.x, &L->comp.wkv, m->s.ckv, KERN_F32);
+        add_product(p, &of_x, m->s.x, &L->comp.wgate, m->s.cgate, KERN_F32);
+    }
+    if (kern_kv_overlaps(L->ratio)) {
+        add_product(p, &of_x, m->s.x, &L->index_comp.wkv, m->s.ikv, KERN_F32);
+        add_product(p, &of_x, m->s.x, &L->index_comp.wgate, m->s.igate, KERN_F32);
+        add_product(p, &of_x, m->s.x, &L->index_proj, m->s.iwt, m->act);
+        add_product(p, &of_qr, m->s.qr, &L->index_wq_b, m->s.iq, m->act);
+    }
+    OP(p, linears, .each = of_x.each, .n = of_x.n);
+    const struct kern_rmsnorm norm = norm_of(p, m->s.qr, &L->q_norm, m->s.qr, p->T);
+    const bool seen = p->b->tap || p->b->captures;
+    if (seen) rmsnorm(p, m->s.qr, &L->q_norm, m->s.qr, p->T);
+    tap(p, at, "qr", act_elem(m), m->s.qr, m->w->shape.q_lora);
+    OP(p, linears, .each = of_qr.each, .n = of_qr.n, .norm = seen ? NULL : &norm);
+}
+
+/* No sequence has a row that would see what another row of this batch puts in its window. */
+static bool rows_are_alone(const struct model_batch *b)
+{
+    for (int32_t i = 0; i < b->n_seqs; i++)
+        if (b->seqs[i].n_rows > 1) return false;
+    return true;
+}
+
+/* Queries, window keys, entries, index queries. */
+static void prepare(struct pass *p, int32_t at, const struct model_layer *L,
+                    const struct kern_window_store *store)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const int f = L->ratio > 0; /* which rotation table */
+    const bool overlaps = kern_kv_overlaps(L->ratio);
+    const struct kern_heads_rope heads = {.q = m->s.q,
+                                          .cos = m->s.cos[f],
+                                          .sin = m->s.sin[f],
+                                          .T = p->T,
+                                          .H = s->H,
+                                          .d = s->d,
+                                          .rd = s->rd,
+                                          .eps = s->norm_eps,
+                                          .norm = true,
+                                          .act = m->act};
+    const struct kern_kv_prep kv = {.x = m->s.kv,
+                                    .w = L->kv_norm,
+                                    .cos = m->s.cos[f],
+                                    .sin = m->s.sin[f],
+                                    .y = m->s.kv,
+                                    .T = p->T,
+                                    .d = s->d,
+                                    .rd = s->rd,
+                                    .eps = s->norm_eps,
+                                    .act = m->act};
+    const struct kern_compress index_comp = compressor(p, at, &L->index_comp, true);
+    struct kern_compress comp = compressor(p, at, &L->comp, false);
+    const struct kern_index_query index = {.q = m->s.iq,
+                                           .cos = m->s.cos[1],
+                                           .sin = m->s.sin[1],
+                                           .T = p->T,
+                                           .H = s->index_heads,
+                                           .w = s->index_dim,
+                                           .rd = s->rd,
+                                           .fmt = m->opt.ik_fmt,
+                                           .act = m->act};
+    if (overlaps) comp.also = &index_comp;
+    OP(p, prepare, .heads = &heads, .kv = &kv, .store = store,
+       .compress = L->ratio > 0 ? &comp : NULL, .index = overlaps ? &index : NULL);
+
+    tap(p, at, "q", act_elem(m), m->s.q, (int64_t)s->H * s->d);
+    tap(p, at, "kv", act_elem(m), m->s.kv, s->d);
+    if (L->ratio > 0) {
+        tap(p, at, "main.kv", MODEL_ELEM_F32, m->s.ckv, L->comp.wkv.n);
+        tap(p, at, "main.gate", MODEL_ELEM_F32, m->s.cgate, L->comp.wgate.n);
+    }
+    if (!overlaps) return;
+    tap(p, at, "index.kv", MODEL_ELEM_F32, m->s.ikv, L->index_comp.wkv.n);
+    tap(p, at, "index.gate", MODEL_ELEM_F32, m->s.igate, L->index_comp.wgate.n);
+    tap(p, at, "index_q", act_elem(m), m->s.iq, (int64_t)s->index_heads * s->index_dim);
+    tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
+}
+
+/* s.o -> s.y: turned back, then both output products. */
+static void attention_output(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const int f = L->ratio > 0;
+    const int64_t hd = (int64_t)s->H * s->d, low = (int64_t)s->o_groups * s->o_lora;
+    const struct kern_heads_rope back = {.q = m->s.o,
+                                         .cos = m->s.cos[f],
+                                         .sin = m->s.sin[f],
+                                         .T = p->T,
+                                         .H = s->H,
+                                         .d = s->d,
+                                         .rd = s->rd,
+                                         .inverse = true,
+                                         .act = m->act};
+    /* wo_a is the one quantized weight whose input is not: the released model runs it as bf16. */
+    const struct kern_linear wo_a = {.x = m->s.o,
+                                     .w = L->wo_a,
+                                     .y = m->s.o_low,
+                                     .ld_x = hd,
+                                     .ld_y = low,
+                                     .T = p->T,
+                                     .N = s->o_lora,
+                                     .K = (int32_t)(hd / s->o_groups),
+                                     .groups = s->o_groups,
+                                     .x_dtype = m->act,
+                                     .y_dtype = m->act,
+                                     .aq = KERN_AQ_NONE,
+                                     .round_w = !m->opt.exact};
+    struct products of_low = {.n = 0};
+    add_product(p, &of_low, m->s.o_low, &L->wo_b, m->s.y, m->act);
+
+    tap(p, at, "o_raw", act_elem(m), m->s.o, hd);
+    if (p->b->tap && p->rc == 0) p->rc = m->ops->heads_rope(m->stream, &back);
+    tap(p, at, "o", act_elem(m), m->s.o, hd);
+    OP(p, linears, .each = &wo_a, .n = 1, .rope = p->b->tap ? NULL : &back);
+    tap(p, at, "o_low", act_elem(m), m->s.o_low, low);
+    OP(p, linears, .each = of_low.each, .n = of_low.n);
+    tap(p, at, "attn_out", act_elem(m), m->s.y, s->D);
+}
+
 /* s.x -> s.y; at = place in the layout. */
 static void attention(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
     const struct model_shape *s = &m->w->shape;
-    const int f = L->ratio > 0; /* which rotation table */
-    const int64_t hd = (int64_t)s->H * s->d;
+    const bool select = kern_kv_overlaps(L->ratio), alone = rows_are_alone(p->b);
+    const struct kern_window_store store = {.kv = m->s.kv,
+                                            .layout = &m->layout,
+                                            .layer = at,
+                                            .seqs = p->b->seqs,
+                                            .n_seqs = p->b->n_seqs,
+                                            .act = m->act};
 
     tap(p, at, "attn_x", act_elem(m), m->s.x, s->D);
-    linear(p, m->s.x, &L->wq_a, m->s.qr);
-    rmsnorm(p, m->s.qr, &L->q_norm, m->s.qr, p->T);
-    tap(p, at, "qr", act_elem(m), m->s.qr, s->q_lora);
-    linear(p, m->s.qr, &L->wq_b, m->s.q);
-    OP(p, heads_rope, .q = m->s.q, .cos = m->s.cos[f], .sin = m->s.sin[f], .T = p->T, .H = s->H,
-       .d = s->d, .rd = s->rd, .eps = s->norm_eps, .norm = true, .act = m->act);
-    tap(p, at, "q", act_elem(m), m->s.q, hd);
-    linear(p, m->s.x, &L->wkv, m->s.kv);
-    OP(p, kv_prep, .x = m->s.kv, .w = L->kv_norm, .cos = m->s.cos[f], .sin = m->s.sin[f],
-       .y = m->s.kv, .T = p->T, .d = s->d, .rd = s->rd, .eps = s->norm_eps, .act = m->act);
-    tap(p, at, "kv", act_elem(m), m->s.kv, s->d);
-
-    bool select = kern_kv_overlaps(L->ratio);
-    if (L->ratio > 0) compress(p, at, L);
+    attention_products(p, at, L);
+    prepare(p, at, L, alone ? &store : NULL);
     if (select) indexer(p, at, L);
     OP(p, attention, .q = m->s.q, .kv = m->s.kv, .sink = L->sink, .o = m->s.o, .pages = p->b->pages,
        .layout = &m->layout, .layer = at, .seqs = p->b->seqs, .n_seqs = p->b->n_seqs,
        .selected = select ? m->s.selected : NULL, .n_selected = select ? m->s.n_selected : NULL,
        .sel_ld = m->opt.max_topk, .T = p->T, .H = s->H, .scale = (float)(1.0 / sqrt((double)s->d)),
        .act = m->act);
-    OP(p, window_store, .kv = m->s.kv, .layout = &m->layout, .layer = at, .seqs = p->b->seqs,
-       .n_seqs = p->b->n_seqs, .act = m->act);
-    tap(p, at, "o_raw", act_elem(m), m->s.o, hd);
-
-    OP(p, heads_rope, .q = m->s.o, .cos = m->s.cos[f], .sin = m->s.sin[f], .T = p->T, .H = s->H,
-       .d = s->d, .rd = s->rd, .inverse = true, .act = m->act);
-    tap(p, at, "o", act_elem(m), m->s.o, hd);
-    /* wo_a is the one quantized weight whose input is not: the released model runs it as bf16. */
-    OP(p, linear, .x = m->s.o, .w = L->wo_a, .y = m->s.o_low, .ld_x = hd,
-       .ld_y = (int64_t)s->o_groups * s->o_lora, .T = p->T, .N = s->o_lora,
-       .K = (int32_t)(hd / s->o_groups), .groups = s->o_groups, .x_dtype = m->act,
-       .y_dtype = m->act, .aq = KERN_AQ_NONE, .round_w = !m->opt.exact);
-    tap(p, at, "o_low", act_elem(m), m->s.o_low, (int64_t)s->o_groups * s->o_lora);
-    linear(p, m->s.o_low, &L->wo_b, m->s.y);
-    tap(p, at, "attn_out", act_elem(m), m->s.y, s->D);
+    if (!alone && p->rc == 0) p->rc = m->ops->window_store(m->stream, &store);
+    attention_output(p, at, L);
     p->made = (struct made){NULL, m->s.y};
 }
 
@@ -805,7 +938,7 @@ static void experts(struct pass *p, int32_t at, const struct model_layer *L)
     bool margin = t && t->scores && !L->tid2eid;
 
     tap(p, at, "ffn_x", act_elem(m), m->s.x, s->D);
-    linear_f32(p, m->s.x, &L->gate, m->s.gate);
+    linear_rows(p, m->s.x, m->act, &L->gate, m->s.gate, KERN_F32, p->T);
     OP(p, route, .logits = m->s.gate, .bias = L->gate_bias, .tid2eid = L->tid2eid,
        .tid_bytes = L->tid_bytes, .ids = m->s.ids, .T = p->T, .E = s->E, .k = s->k, .V = s->V,
        .scale = s->route_scale, .normalize = s->norm_topk && s->score != KERN_SCORE_SOFTMAX,

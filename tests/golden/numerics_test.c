@@ -314,10 +314,29 @@ static struct ctl_numerics settings(void)
         .model_dir = native, .device = "cpu", .n_threads = 2, .n_tokens = 300, .n_entries = 4096};
 }
 
+/* Ops that are several, from the faulty table, so that a fault in one of these reaches them. */
+static int linears_one_by_one(struct kern_stream *s, const struct kern_linears *p)
+{
+    int rc = p->norm ? faulty.rmsnorm(s, p->norm) : 0;
+    if (rc == 0 && p->rope) rc = faulty.heads_rope(s, p->rope);
+    for (int32_t i = 0; i < p->n && rc == 0; i++) rc = faulty.linear(s, &p->each[i]);
+    return rc;
+}
+static int prepare_one_by_one(struct kern_stream *s, const struct kern_prepare *p)
+{
+    int rc = p->heads ? faulty.heads_rope(s, p->heads) : 0;
+    if (rc == 0 && p->kv) rc = faulty.kv_prep(s, p->kv);
+    if (rc == 0 && p->store) rc = faulty.window_store(s, p->store);
+    if (rc == 0 && p->compress) rc = faulty.compress(s, p->compress);
+    return rc == 0 && p->index ? faulty.index_query(s, p->index) : rc;
+}
+
 #define FAULT(fn, op, with)                                                                        \
     static const struct kern_ops *fn(const struct kern_ops *of_device)                             \
     {                                                                                              \
         good = faulty = *of_device;                                                                \
+        faulty.linears = linears_one_by_one;                                                       \
+        faulty.prepare = prepare_one_by_one;                                                       \
         faulty.op = with;                                                                          \
         return &faulty;                                                                            \
     }
