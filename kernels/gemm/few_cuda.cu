@@ -597,14 +597,17 @@ static __global__ void __launch_bounds__(THREADS, 2)
     }
 }
 
+bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p)
+{
+    const bool known = fmt == KERN_W_FP8 || fmt == KERN_W_BF16 || fmt == KERN_W_F32;
+    return known && p->aq != KERN_AQ_NVFP4 && p->T <= 8 &&
+           (int64_t)p->T * p->K <= CUDA_SET_ELEMENTS;
+}
 bool cuda_set_fits(const struct cuda_set *a)
 {
     const struct cuda_product *p = &a->p[0];
-    if (p->T > 8 || (int64_t)p->T * p->K > CUDA_SET_ELEMENTS) return false;
-    for (int i = 0; i < a->n; i++)
-        if ((a->fmt[i] != KERN_W_FP8 && a->fmt[i] != KERN_W_BF16 && a->fmt[i] != KERN_W_F32) ||
-            a->p[i].K != p->K || a->p[i].aq == KERN_AQ_NVFP4)
-            return false;
+    for (int i = 1; i < a->n; i++)
+        if (a->p[i].K != p->K) return false;
     if (a->norm) return p->groups == 1;
     if (a->rope) return a->rope->d % 4 == 0 && a->rope->rd % 4 == 0 && p->K % a->rope->d == 0;
     return true;

@@ -217,33 +217,42 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     return cuda_done(s, "linear");
 }
 
-/* All of them in one launch? */
-static bool set_of(const struct kern_stream *s, const struct kern_linears *p, struct cuda_set *a)
+/* Can it be one of several in a launch? As told by *c then. */
+static bool joins(const struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
 {
-    if (p->n > CUDA_SET_MOST) return false;
-    a->n = p->n;
-    a->norm = p->norm;
-    a->rope = p->rope;
-    for (int32_t i = 0; i < p->n; i++) {
-        const struct kern_linear *l = &p->each[i];
-        if (!scales_fit(&l->w) || is_plain(l)) return false;
-        a->p[i] = product_of(l);
-        a->fmt[i] = l->w.fmt;
-        if (cuda_codes_fits(s, l->w.fmt, &a->p[i])) return false;
-    }
-    return cuda_set_fits(a);
+    if (!scales_fit(&p->w) || is_plain(p)) return false;
+    *c = product_of(p);
+    return !cuda_codes_fits(s, p->w.fmt, c) && cuda_set_takes(p->w.fmt, c);
 }
 
 extern "C" int kern_linears_cuda(struct kern_stream *s, const struct kern_linears *p)
 {
     struct cuda_set a;
+    struct cuda_product c;
     if (p->n == 0 || p->each[0].T == 0) return 0;
-    if (set_of(s, p, &a)) {
-        cuda_product_set(s, &a);
-        return cuda_done(s, "linears");
+    a.n = 0;
+    for (int32_t i = 0; i < p->n && a.n < CUDA_SET_MOST; i++)
+        if (joins(s, &p->each[i], &c)) {
+            a.p[a.n] = c;
+            a.fmt[a.n++] = p->each[i].w.fmt;
+        }
+    const bool all = a.n == p->n;
+    a.norm = all ? p->norm : NULL;
+    a.rope = all ? p->rope : NULL;
+    const bool together = a.n > 0 && cuda_set_fits(&a);
+    int rc = 0;
+    if (!all || !together) {
+        if (p->norm) rc = kern_rmsnorm_cuda(s, p->norm);
+        if (rc == 0 && p->rope) rc = kern_heads_rope_cuda(s, p->rope);
     }
-    int rc = p->norm ? kern_rmsnorm_cuda(s, p->norm) : 0;
-    if (rc == 0 && p->rope) rc = kern_heads_rope_cuda(s, p->rope);
-    for (int32_t i = 0; i < p->n && rc == 0; i++) rc = kern_linear_cuda(s, &p->each[i]);
+    if (rc == 0 && together) {
+        cuda_product_set(s, &a);
+        rc = cuda_done(s, "linears");
+    }
+    for (int32_t i = 0, joined = 0; i < p->n && rc == 0; i++)
+        if (together && joined < a.n && joins(s, &p->each[i], &c))
+            joined++;
+        else
+            rc = kern_linear_cuda(s, &p->each[i]);
     return rc;
 }

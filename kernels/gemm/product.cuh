@@ -62,6 +62,8 @@ struct cuda_set {
     const struct kern_rmsnorm *norm;    /* NULL, or as in kern_linears */
     const struct kern_heads_rope *rope; /* the same */
 };
+/* Can the product be one of a set; can these, each of which can. */
+bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_set_fits(const struct cuda_set *a);
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
 
