@@ -59,13 +59,14 @@ int kern_dev_place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struc
 const void *kern_dev_place_bytes(struct kern_dev *dev, const void *host, size_t bytes);
 void kern_dev_unplace(struct kern_dev *dev, const void *placed);
 
-/* From now on dense products of fp8 weights with activations quantized to fp8, and index scores of fp8
- * keys, multiply the codes as they are (on) or widened to 16 bits, exactly (off, as at first). On is up
+/* From now on products of fp8 weights and of MXFP4 experts with activations quantized to fp8, and index scores
+ * of fp8 keys, multiply the codes as they are (on) or widened to 16 bits, exactly (off, as at first). On is up
  * to twice as fast where sums bind, and moves fewer bytes; but the matrix unit keeps only some 13 bits
  * of a block of 128 products: a sum has an error of 2^-14.3 of the sum of magnitudes (rms;
  * kernels/cuda/wgmma.cuh), below the 2^-9 of the bf16 number it becomes. One kind for a process: rows
  * computed by different kinds have other bits. Not while kern_stream_repeat() keeps graphs: those keep
- * their kind. False: the device does not have it. */
+ * their kind. MXFP4 experts are multiplied by their codes if they were placed while it was on, and it still is.
+ * False: the device does not have it. */
 bool kern_dev_fp8_products(struct kern_dev *dev, bool on);
 
 /* Waits for everything enqueued; 0 or TOW_EDEVICE. */

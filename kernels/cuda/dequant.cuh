@@ -10,9 +10,15 @@
  *                      pair 0: 15; 8 7 6     pair 1: 12; 5 4 3     (one shift and a mask, as a bf16
  *                      pair 2:  9; 2 1 0     pair 3: 13; 11 10 14   wants 15; 8 7 6)
  *          and MXFP4 scales: byte b becomes b + 110, the exponent of dev_e2m1x8's factor.
+ *          MXFP4 arrays meant for products of codes (cuda_placed_e4m3) have another word, of nibbles: what
+ *          prmt looks up, three bits of a code each, is in the order 0 2 1 3 in the lower half and 4 6
+ *          5 7 in the upper; the signs of the former are on top of nibbles 1, 3, 5, 7, those of
+ *          the latter on top of 0, 2, 4, 6.
  *          Behind the scales of these three formats lies a byte for each row, 1 if a code or a scale
  *          of it is NaN (cuda_nan_rows): NaN codes convert to numbers here, and such a row's sums are
- *          NaN whatever it is multiplied with. Scales of fp8 blocks carry their own NaN.
+ *          NaN whatever it is multiplied with. Scales of fp8 blocks carry their own NaN. Behind those of
+ *          MXFP4 lies another for each row, the largest of its scales that is of any weight
+ *          (cuda_row_tops).
  */
 #ifndef KERN_CUDA_DEQUANT_CUH
 #define KERN_CUDA_DEQUANT_CUH
@@ -39,6 +45,20 @@ static inline __host__ __device__ const uint8_t *
 cuda_nan_rows(const void *scale, enum kern_wfmt fmt, enum kern_sfmt sfmt, int64_t n, int64_t k)
 {
     return (const uint8_t *)scale + cuda_scale_bytes(fmt, sfmt, n, k);
+}
+
+/* [n], of a placed MXFP4 weight. */
+static inline __host__ __device__ const uint8_t *cuda_row_tops(const void *scale, int64_t n,
+                                                               int64_t k)
+{
+    return cuda_nan_rows(scale, KERN_W_MXFP4, KERN_S_UE8M0, n, k) + n;
+}
+/* Bytes of scales with what lies behind them. */
+static inline __host__ __device__ int64_t cuda_scale_room(enum kern_wfmt fmt, enum kern_sfmt sfmt,
+                                                          int64_t n, int64_t k)
+{
+    return cuda_scale_bytes(fmt, sfmt, n, k) + (cuda_has_nan_rows(fmt) ? n : 0) +
+           (fmt == KERN_W_MXFP4 ? n : 0);
 }
 
 static __device__ __forceinline__ uint32_t dev_mul_bf16x2(uint32_t a, uint32_t b)
@@ -91,6 +111,40 @@ static __device__ __forceinline__ uint32_t dev_nvfp4_factor(uint32_t code)
     uint32_t s = (code << 8 & 0x8000u) | (code << 4 & 0x07f0u);
     s = dev_mul_bf16x2(s, 0x7b807b80u);
     return dev_mul_bf16x2(dev_twice(s & 0xffffu), 0x76807680u); /* 2^110 */
+}
+
+/* A word of nibbles (see above) as e4m3: p0 = elements k, k+2, k+1, k+3, p1 = k+4, k+6, k+5, k+7. table: what
+ * codes 0 to 7 are. */
+static __device__ __forceinline__ void dev_e2m1x8_e4m3(uint32_t v, uint2 table, uint32_t *p0,
+                                                       uint32_t *p1)
+{
+    const uint32_t at = v & 0x77777777u;
+    uint32_t lower, upper; /* __byte_perm() would mask `at` again */
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(lower) : "r"(table.x), "r"(table.y), "r"(at));
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(upper) : "r"(table.x), "r"(table.y), "r"(at >> 16));
+    *p0 = lower | (v & 0x80808080u);
+    *p1 = upper | (v << 4 & 0x80808080u);
+}
+/* What codes 0 to 7 are in e4m3 if the largest placed scale of a row is `top` and theirs is `scale`: times 2^6
+ * for top itself. A code's exponent and its scale's add up in e4m3's bits, 8 for a power of two, so all eight
+ * are linear in scale. Down to 2^-5, where 0.5 is e4m3's least number that is not subnormal; 0 is always 0. */
+static __device__ __forceinline__ uint2 dev_mxfp4_table(int top)
+{
+    const uint32_t one = (uint32_t)(13 - top) * 8; /* plus 8 scale: 1 in e4m3 */
+    return make_uint2(one * 0x01010100u + 0x03fff800u, one * 0x01010101u + 0x14100c08u);
+}
+static __device__ __forceinline__ uint2 dev_mxfp4_table_at(uint2 table, uint32_t scale)
+{
+    return make_uint2(scale * 0x08080800u + table.x, scale * 0x08080808u + table.y);
+}
+enum {
+    CUDA_E4M3_SPREAD = 11
+}; /* powers of two that scales may be below the largest of their row */
+/* What 2^6 of a row's stands for, divided by 2^6: a power of two, maybe subnormal. */
+static __device__ __forceinline__ float dev_mxfp4_unit(int top)
+{
+    const int e = top - (110 + 127) - 6 + 127; /* as placed, less the bias, as a float's exponent */
+    return kern_float(e > 0 ? (uint32_t)e << 23 : 1u << (22 + e));
 }
 
 /* One element as a float: for kernels that need no speed. word holds it, i is its place there. */

@@ -44,6 +44,7 @@ struct placed {
     void *mem;                     /* owned */
     struct cuda_weight *table;     /* owned, in mem: device [n] */
     int32_t n;
+    bool e4m3; /* MXFP4 codes are in that form */
 };
 
 /* What is launched again and again under one key. */
@@ -436,7 +437,7 @@ static int remember(struct kern_dev *dev, const struct kern_weight *key, void *m
         o->placed = p;
         o->room_placed = room;
     }
-    o->placed[o->n_placed++] = {key, mem, table, n};
+    o->placed[o->n_placed++] = {key, mem, table, n, false};
     return 0;
 }
 
@@ -461,8 +462,26 @@ static void scale_shape(const struct kern_weight *w, int64_t *rows, int64_t *byt
                                               : w->k / 16);
 }
 
+static struct placed *placed_of(struct cuda_own *o, const struct kern_weight *w)
+{
+    for (size_t i = 0; i < o->n_placed; i++)
+        if (o->placed[i].key == w) return &o->placed[i];
+    return NULL;
+}
+
+/* Codes of a placed array from one form to another. */
+static void place_words(struct kern_stream *s, const struct kern_weight *w, int32_t n,
+                        enum cuda_form from, enum cuda_form to)
+{
+    for (int32_t i = 0; i < n; i++)
+        cuda_place_words(s->cu, w[i].fmt, w[i].sfmt, w[i].n, w[i].k,
+                         (uint8_t *)(uintptr_t)w[i].data, w[i].row_bytes,
+                         (uint8_t *)(uintptr_t)w[i].scale, from, to);
+}
+
 /* Rows become 16-byte aligned and zero-padded, scales tight, codes as dequant.cuh wants them; the array
- * is one block with equal strides: all data, then all scales, then the table and a word for place.cu. */
+ * is one block with equal strides: all data, then all scales, then the table and room for what place.cu
+ * says. An array of MXFP4 is one of experts: their products can be of codes, where all scales allow it. */
 static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
 {
     struct kern_stream *s = &dev->stream;
@@ -471,13 +490,12 @@ static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct 
     scale_shape(&w[0], &s_rows, &s_bytes);
     const int64_t width = data_bytes(&w[0]), row = (width + 15) / 16 * 16;
     const int64_t data_each = (int64_t)align_up((size_t)(w[0].n * row));
-    const int64_t nan_rows = cuda_has_nan_rows(w[0].fmt) ? w[0].n : 0;
-    const int64_t scale_each = (int64_t)align_up(
-        (size_t)(cuda_scale_bytes(w[0].fmt, w[0].sfmt, w[0].n, w[0].k) + nan_rows));
+    const int64_t scale_each =
+        (int64_t)align_up((size_t)cuda_scale_room(w[0].fmt, w[0].sfmt, w[0].n, w[0].k));
     const int64_t table_at = (data_each + scale_each) * n;
-    const int64_t refused_at = table_at + n * (int64_t)sizeof(struct cuda_weight);
-    int32_t refused = 0;
-    uint8_t *mem = (uint8_t *)alloc_dev(dev, (size_t)refused_at + sizeof refused);
+    const int64_t says_at = table_at + n * (int64_t)sizeof(struct cuda_weight);
+    struct cuda_place_says says = {};
+    uint8_t *mem = (uint8_t *)alloc_dev(dev, (size_t)says_at + sizeof says);
     struct cuda_weight *t = (struct cuda_weight *)malloc((size_t)n * sizeof *t);
     struct cuda_weight *table = mem ? (struct cuda_weight *)(mem + table_at) : NULL;
     int rc = mem && t ? remember(dev, w, mem, table, n) : TOW_ENOMEM;
@@ -498,8 +516,8 @@ static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct 
                          cudaMemcpy2DAsync(scale, (size_t)s_bytes, w[i].scale,
                                            (size_t)w[i].scale_row_bytes, (size_t)s_bytes,
                                            (size_t)s_rows, cudaMemcpyHostToDevice, s->cu));
-        cuda_place_codes(s->cu, w[i].fmt, w[i].sfmt, w[i].n, w[i].k, data, row, scale,
-                         (int32_t *)(mem + refused_at));
+        cuda_place_scales(s->cu, w[i].fmt, w[i].sfmt, w[i].n, w[i].k, data, row, scale,
+                          (struct cuda_place_says *)(mem + says_at));
         w[i].data = data;
         w[i].row_bytes = row;
         w[i].scale = scale_each ? scale : NULL;
@@ -507,10 +525,17 @@ static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct 
         t[i] = {data, scale_each ? scale : NULL, w[i].scale2, w[i].input_scale};
     }
     if (rc == 0) rc = write_in(s, table, t, (size_t)n * sizeof *t);
-    if (rc == 0) rc = cuda_done(s, "place");
-    if (rc == 0) rc = read_out(s, &refused, mem + refused_at, sizeof refused);
+    if (rc == 0) rc = read_out(s, &says, mem + says_at, sizeof says);
+    if (rc == 0) {
+        const bool e4m3 = cuda_fp8_products && s->arch == 90 && n > 1 && !says.wide &&
+                          w[0].fmt == KERN_W_MXFP4 && w[0].sfmt == KERN_S_UE8M0 &&
+                          w[0].k % 512 == 0; /* 16 bytes of scales */
+        placed_of(&dev->own, w)->e4m3 = e4m3;
+        place_words(s, w, n, CUDA_FORM_STORED, e4m3 ? CUDA_FORM_E4M3 : CUDA_FORM_BF16);
+        rc = cuda_done(s, "place");
+    }
     free(t);
-    if (refused)
+    if (says.refused)
         return tow_fail(err, TOW_EINVAL, "weights [%d, %d]: an MXFP4 scale is above 2^17", w[0].n,
                         w[0].k);
     return rc < 0 ? tow_fail(err, rc, "weights to the device: %s", dev->own.what) : 0;
@@ -541,9 +566,23 @@ static void unplace(struct kern_dev *dev, const void *placed)
 
 const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct kern_weight *w)
 {
-    for (size_t i = 0; i < s->own->n_placed; i++)
-        if (s->own->placed[i].key == w) return s->own->placed[i].table;
-    return NULL;
+    const struct placed *p = placed_of(s->own, w);
+    return p ? p->table : NULL;
+}
+
+bool cuda_placed_e4m3(struct kern_stream *s, const struct kern_weight *w)
+{
+    const struct placed *p = placed_of(s->own, w);
+    return p && p->e4m3;
+}
+
+int cuda_place_for_bf16(struct kern_stream *s, const struct kern_weight *w)
+{
+    struct placed *p = placed_of(s->own, w);
+    if (!p || s->own->capturing) return TOW_EINVAL;
+    if (p->e4m3) place_words(s, w, p->n, CUDA_FORM_E4M3, CUDA_FORM_BF16);
+    p->e4m3 = false;
+    return 0;
 }
 
 /* ------------------------------------------------------------------ a second stream */

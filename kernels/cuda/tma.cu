@@ -24,26 +24,34 @@ static encode_fn driver_encode(void)
 }
 
 static bool describe(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
-                     int rows, int bytes, CUtensorMapSwizzle swizzle)
+                     int64_t n, int64_t step, int rows, int bytes)
 {
     const encode_fn encode = driver_encode();
-    const cuuint64_t dims[2] = {(cuuint64_t)width, (cuuint64_t)n_rows};
-    const cuuint64_t strides[1] = {(cuuint64_t)ld};
-    const cuuint32_t box[2] = {(cuuint32_t)bytes, (cuuint32_t)rows}, steps[2] = {1, 1};
+    const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)n_rows, (cuuint64_t)n};
+    const cuuint64_t strides[2] = {(cuuint64_t)ld, (cuuint64_t)step};
+    const cuuint32_t box[3] = {(cuuint32_t)bytes, (cuuint32_t)rows, 1}, steps[3] = {1, 1, 1};
     return encode &&
-           encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, (void *)base, dims, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+           encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, n > 0 ? 3 : 2, (void *)base, dims, strides,
+                  box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  bytes == TILE_BYTES ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
                    int rows)
 {
-    return describe(map, base, n_rows, width, ld, rows, TILE_BYTES, CU_TENSOR_MAP_SWIZZLE_128B);
+    return describe(map, base, n_rows, width, ld, 0, 0, rows, TILE_BYTES);
 }
 
 bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width,
                         int64_t ld, int rows)
 {
-    return describe(map, base, n_rows, width, ld, rows, TILE_BYTES / 2, CU_TENSOR_MAP_SWIZZLE_NONE);
+    return describe(map, base, n_rows, width, ld, 0, 0, rows, TILE_BYTES / 2);
+}
+
+bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
+                    int64_t n, int64_t step, int rows, int bytes)
+{
+    return describe(map, base, n_rows, width, ld, n, step, rows, bytes);
 }

@@ -25,6 +25,11 @@ bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t w
 bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width,
                         int64_t ld, int rows);
 
+/* n such matrices, step bytes (a multiple of 16) apart, in tiles of `bytes` a row: 128 as above, else one row
+ * after the other. What is beyond a matrix's last row comes as zeros, too. */
+bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
+                    int64_t n, int64_t step, int rows, int bytes);
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 static __device__ __forceinline__ uint32_t dev_shared(const void *p)
@@ -90,6 +95,15 @@ static __device__ __forceinline__ void tile_load_to(void *to, const CUtensorMap 
                  "l"(map), "r"(at), "r"(row), "r"(dev_shared(bar)), "h"(mask)
                  : "memory");
 }
+/* A tile of matrix i of a stack. */
+static __device__ __forceinline__ void stack_load(void *to, const CUtensorMap *map, uint64_t *bar,
+                                                  int32_t at, int32_t row, int32_t i)
+{
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dev_shared(to)),
+                 "l"(map), "r"(at), "r"(row), "r"(i), "r"(dev_shared(bar))
+                 : "memory");
+}
 /* Plain bytes, both ends and `bytes` multiples of 16. */
 static __device__ __forceinline__ void bulk_load(void *to, const void *from, int bytes,
                                                  uint64_t *bar)
@@ -97,6 +111,16 @@ static __device__ __forceinline__ void bulk_load(void *to, const void *from, int
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(dev_shared(to)),
                  "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar))
+                 : "memory");
+}
+
+/* The same to the same place of every block of the cluster in `mask`, and to its barrier. */
+static __device__ __forceinline__ void bulk_load_to(void *to, const void *from, int bytes,
+                                                    uint64_t *bar, uint16_t mask)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(dev_shared(to)),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar)), "h"(mask)
                  : "memory");
 }
 

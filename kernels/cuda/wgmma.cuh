@@ -67,8 +67,13 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 #define WGMMA_D4(i)   "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define WGMMA_D8(i)   WGMMA_D4(i), WGMMA_D4((i) + 4)
 #define WGMMA_D16(i)  WGMMA_D8(i), WGMMA_D8((i) + 8)
+#define WGMMA_D24(i)  WGMMA_D16(i), WGMMA_D8((i) + 16)
 #define WGMMA_D32(i)  WGMMA_D16(i), WGMMA_D16((i) + 16)
 #define WGMMA_D64(i)  WGMMA_D32(i), WGMMA_D32((i) + 32)
+#define WGMMA_D48(i)  WGMMA_D32(i), WGMMA_D16((i) + 32)
+#define WGMMA_D80(i)  WGMMA_D64(i), WGMMA_D16((i) + 64)
+#define WGMMA_D96(i)  WGMMA_D64(i), WGMMA_D32((i) + 64)
+#define WGMMA_D112(i) WGMMA_D96(i), WGMMA_D16((i) + 96)
 #define WGMMA_D128(i) WGMMA_D64(i), WGMMA_D64((i) + 64)
 #define WGMMA_S4      "%0, %1, %2, %3"
 #define WGMMA_S8                                                                                   \
@@ -77,18 +82,29 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 #define WGMMA_S16                                                                                  \
     WGMMA_S8                                                                                       \
     ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_S24                                                                                  \
+    WGMMA_S16                                                                                      \
+    ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define WGMMA_S32                                                                                  \
     WGMMA_S16                                                                                      \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define WGMMA_S64                                                                                  \
+#define WGMMA_S48                                                                                  \
     WGMMA_S32                                                                                      \
-    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"             \
+    ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_S64                                                                                  \
+    WGMMA_S48                                                                                      \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_S128                                                                                 \
+#define WGMMA_S80                                                                                  \
     WGMMA_S64                                                                                      \
-    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"             \
-    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"             \
-    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+    ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_S96                                                                                  \
+    WGMMA_S80                                                                                      \
+    ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define WGMMA_S112                                                                                 \
+    WGMMA_S96                                                                                      \
+    ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define WGMMA_S128                                                                                 \
+    WGMMA_S112                                                                                     \
     ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, " \
     "%127"
 
@@ -139,8 +155,13 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 WGMMA(8, 4, "%4", "%5", "%6", "%7", "%8", "%9")
 WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
 WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+WGMMA(48, 24, "%24", "%25", "%26", "%27", "%28", "%29")
 WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
 WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
+WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
+WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
+WGMMA(224, 112, "%112", "%113", "%114", "%115", "%116", "%117")
 WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef WGMMA
@@ -149,14 +170,24 @@ WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef WGMMA_D4
 #undef WGMMA_D8
 #undef WGMMA_D16
+#undef WGMMA_D24
 #undef WGMMA_D32
+#undef WGMMA_D48
 #undef WGMMA_D64
+#undef WGMMA_D80
+#undef WGMMA_D96
+#undef WGMMA_D112
 #undef WGMMA_D128
 #undef WGMMA_S4
 #undef WGMMA_S8
 #undef WGMMA_S16
+#undef WGMMA_S24
 #undef WGMMA_S32
+#undef WGMMA_S48
 #undef WGMMA_S64
+#undef WGMMA_S80
+#undef WGMMA_S96
+#undef WGMMA_S112
 #undef WGMMA_S128
 
 #endif /* sm_90a */

@@ -11,11 +11,16 @@
  * Results lie pair by pair between the products, so a pair's values never meet another's before combine
  * adds them in a fixed order. f32 activations or weights and odd mixes of formats go through plain dot
  * products, a warp each.
+ *
+ * There are two kinds of products, bf16 and e4m3 (moe_wgmma.cuh). Which one it is depends on what an op's T
+ * does not change: the switch, the experts' formats and shapes, and how they were placed. Products by wgmma
+ * read images of rows, which need the plan: their rows are a launch of their own.
  */
 #include "kernels/moe/moe_cuda.cuh"
 
 #include "kernels/cuda/dequant.cuh"
 #include "kernels/cuda/math.cuh"
+#include "kernels/cuda/quant.cuh"
 
 extern "C" {
 #include "kernels/cuda/table.h"
@@ -88,7 +93,8 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
             count += c;
         }
         const int32_t n_tiles = (count + plan.tokens - 1) / plan.tokens;
-        int32_t first = count, tile = n_tiles, sum_pairs, sum_tiles;
+        const int32_t places = (count + plan.align - 1) / plan.align * plan.align;
+        int32_t first = places, tile = n_tiles, sum_pairs, sum_tiles;
         block_scan(&first, &tile, &sum_pairs, &sum_tiles, room);
         first += pairs, tile += tiles;
         pairs += sum_pairs, tiles += sum_tiles;
@@ -128,7 +134,6 @@ struct rows {
     bool pairs;  /* there are as many rows as pairs */
     bool gather; /* row i is made of the row of x that pair i has */
     enum kern_act_quant aq;
-    bool dealt; /* see moe_cuda.cuh */
 };
 
 /* e4m3 round trip of a block of 128, four values a lane. */
@@ -164,31 +169,35 @@ static __device__ __forceinline__ void round_nvfp4(float (&v)[4], float g, bool 
     }
 }
 
-/* A warp's 128 values of a row, from begin on. */
-static __device__ __forceinline__ void prepare(const struct rows &p, int64_t row, int32_t begin)
+/* Elements k0 .. k0+3 of a row of k; zero beyond. */
+static __device__ __forceinline__ void load_row4(const uint16_t *x, int32_t k0, int32_t k,
+                                                 float (&v)[4])
 {
-    const int lane = threadIdx.x % 32;
-    const int32_t k0 = begin + lane * 4;
-    const uint16_t *x = p.x + (p.gather ? p.plan.order[row] / p.slots : row) * (int64_t)p.k;
-    float v[4];
-    if (k0 + 4 <= p.k && ((uintptr_t)(x + k0) & 7) == 0) {
+    if (k0 + 4 <= k && ((uintptr_t)(x + k0) & 7) == 0) {
         const uint2 a = *(const uint2 *)(x + k0);
         v[0] = kern_float(a.x << 16), v[1] = kern_float(a.x & 0xffff0000u);
         v[2] = kern_float(a.y << 16), v[3] = kern_float(a.y & 0xffff0000u);
     } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) v[i] = k0 + i < p.k ? kern_bf16_decode(x[k0 + i]) : 0.0f;
+        for (int i = 0; i < 4; i++) v[i] = k0 + i < k ? kern_bf16_decode(x[k0 + i]) : 0.0f;
     }
+}
+static __device__ __forceinline__ uint2 pack_row4(const float (&v)[4])
+{
+    return make_uint2(kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16,
+                      kern_bf16_encode(v[2]) | (uint32_t)kern_bf16_encode(v[3]) << 16);
+}
+
+/* A warp's 128 values of a row, from begin on. */
+static __device__ __forceinline__ void prepare(const struct rows &p, int64_t row, int32_t begin)
+{
+    const int lane = threadIdx.x % 32;
+    const int32_t k0 = begin + lane * 4;
+    float v[4];
+    load_row4(p.x + (p.gather ? p.plan.order[row] / p.slots : row) * (int64_t)p.k, k0, p.k, v);
     if (p.aq == KERN_AQ_A128) round_a128(v);
     if (p.aq == KERN_AQ_NVFP4) round_nvfp4(v, p.w[p.experts[p.plan.order[row]]].input_scale, true);
-    const uint32_t lo = kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16;
-    const uint32_t hi = kern_bf16_encode(v[2]) | (uint32_t)kern_bf16_encode(v[3]) << 16;
-    if (p.dealt) {
-        uint16_t *out = p.out + row * p.kp + begin + lane % 8 * 16 + lane / 8 * 2;
-        *(uint32_t *)out = lo, *(uint32_t *)(out + 8) = hi;
-    } else {
-        *(uint2 *)(p.out + row * p.kp + k0) = make_uint2(lo, hi);
-    }
+    *(uint2 *)(p.out + row * p.kp + k0) = pack_row4(v);
 }
 
 static __global__ void __launch_bounds__(THREADS) rows_kernel(const __grid_constant__ struct rows p)
@@ -202,6 +211,68 @@ static void launch_rows(struct kern_stream *s, const struct rows *p, int64_t n)
 {
     const dim3 grid((unsigned)n, (unsigned)cuda_ceil(p->kp / 128, WARPS));
     rows_kernel<<<grid, THREADS, 0, s->cu>>>(*p);
+}
+
+/* Images of rows for products by wgmma, laid out as moe_wgmma.cuh says. */
+struct image {
+    const uint16_t *x; /* bf16: [n, k] rows of the batch, or [room, k] of places */
+    uint8_t *out;      /* [pieces][room][128 bytes] */
+    uint16_t *scale;   /* e4m3: [kp / 128][room] bf16 */
+    struct moe_plan plan;
+    int32_t k, kp;
+    int32_t slots; /* of a row of the batch, each with an image of it; 0: rows are places' */
+    enum kern_act_quant aq; /* e4m3: A128 */
+};
+
+/* A warp has 128 values of a row. */
+template <bool E4M3>
+static __global__ void __launch_bounds__(THREADS)
+    image_kernel(const __grid_constant__ struct image p)
+{
+    const int lane = threadIdx.x % 32;
+    const int32_t kb = (int32_t)blockIdx.y * WARPS + threadIdx.x / 32;
+    if (kb * 128 >= p.kp) return;
+    const int64_t item = blockIdx.x;
+    const int32_t n = p.slots ? p.slots : 1;
+    const int32_t *places = p.plan.place + item * n;
+    const int64_t row = p.slots ? item : places[0];
+    if (row < 0) return;
+    float v[4];
+    load_row4(p.x + row * p.k, kb * 128 + lane * 4, p.k, v);
+    if (E4M3) {
+        float scale;
+        const uint32_t word = dev_codes4_a128(v, &scale);
+        for (int32_t i = 0; i < n; i++) {
+            const int64_t place = places[i];
+            if (place < 0) continue;
+            const int64_t at = kb * (int64_t)p.plan.room + place;
+            const int piece = lane % 8 ^ (int)(place % 8);
+            *(uint32_t *)(p.out + at * 128 + piece * 16 + lane / 8 * 4) = word;
+            if (lane == 0) p.scale[at] = (uint16_t)(kern_bits(scale) >> 16);
+        }
+    } else {
+        if (p.aq == KERN_AQ_A128) round_a128(v);
+        const uint2 two = pack_row4(v);
+        const int q = lane % 8;
+        for (int32_t i = 0; i < n; i++) {
+            const int64_t place = places[i];
+            if (place < 0) continue;
+            const int64_t at = (kb * 2 + q / 4) * (int64_t)p.plan.room + place;
+            const int piece = q % 4 * 2 ^ (int)(place % 8);
+            uint8_t *out = p.out + at * 128 + lane / 8 * 4;
+            *(uint32_t *)(out + piece * 16) = two.x;
+            *(uint32_t *)(out + (piece ^ 1) * 16) = two.y;
+        }
+    }
+}
+
+static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3, int64_t n)
+{
+    const dim3 grid((unsigned)n, (unsigned)cuda_ceil(p->kp / 128, WARPS));
+    if (e4m3)
+        image_kernel<true><<<grid, THREADS, 0, s->cu>>>(*p);
+    else
+        image_kernel<false><<<grid, THREADS, 0, s->cu>>>(*p);
 }
 
 /* The first block sorts; the others prepare the n_rows rows of x, which do not wait for that. */
@@ -219,17 +290,19 @@ static __global__ void __launch_bounds__(32 * PLAN_WARPS)
 }
 
 /* Memory for the plan. */
-static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t tokens,
+static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t tokens, int32_t align,
                      struct moe_plan *plan)
 {
     const int64_t n = (int64_t)p->T * p->k;
     /* An expert has at most one tile that is not full. */
-    const int64_t tiles = n / tokens + (n < p->E ? n : p->E);
-    if (n > INT32_MAX / 2 || tiles > INT32_MAX / 4) return TOW_EINVAL;
-    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(2 * n + 1 + 3 * tiles) * 4);
+    const int64_t used = n < p->E ? n : p->E, tiles = n / tokens + used;
+    const int64_t room = cuda_ceil(n + used * (align - 1), align) * align;
+    if (room > INT32_MAX / 2 || tiles > INT32_MAX / 4) return TOW_EINVAL;
+    int32_t *m = (int32_t *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(room + n + 1 + 3 * tiles) * 4);
     if (!m) return TOW_ENOMEM;
     if ((s->max_shared - 1024) / 4 < p->E) return TOW_EINVAL;
-    *plan = {m, m + 1, m + 1 + n, (struct moe_tile *)(m + 1 + 2 * n), (int32_t)tiles, tokens};
+    struct moe_tile *at = (struct moe_tile *)(m + 1 + room + n);
+    *plan = {m, m + 1, m + 1 + room, at, (int32_t)tiles, tokens, align, (int32_t)room};
     return 0;
 }
 
@@ -409,9 +482,20 @@ static __global__ void __launch_bounds__(32)
 
 /* ------------------------------------------------------------------ the op */
 
-static struct moe_matrix matrix_of(const struct kern_weight *w, const struct cuda_weight *table)
+/* Of a placed array, which is one block with equal steps. */
+static struct moe_matrix matrix_of(const struct kern_weight *w, const struct cuda_weight *table,
+                                   int32_t n)
 {
-    return {table, w->row_bytes, w->scale_row_bytes, w->fmt, w->sfmt};
+    const uint8_t *data = (const uint8_t *)w->data, *scale = (const uint8_t *)w->scale;
+    return {table,
+            w->row_bytes,
+            w->scale_row_bytes,
+            w->fmt,
+            w->sfmt,
+            data,
+            scale,
+            n > 1 ? (const uint8_t *)w[1].data - data : w->n * w->row_bytes,
+            n > 1 && scale ? (const uint8_t *)w[1].scale - scale : w->n * w->scale_row_bytes};
 }
 
 static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
@@ -452,7 +536,6 @@ static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
 
 static int product(struct kern_stream *s, const struct moe_product *p)
 {
-    if (p->plan.tokens == MOE_WIDE) return moe_product_wide(s, p);
     switch (p->a.fmt) {
     case KERN_W_MXFP4: return moe_product_mxfp4(s, p);
     case KERN_W_NVFP4: return moe_product_nvfp4(s, p);
@@ -488,8 +571,7 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
                      p->k,
                      by_pair,
                      by_pair,
-                     p->aq,
-                     plan->tokens == MOE_WIDE};
+                     p->aq};
     launch_plan(s, p, &r, by_pair ? 0 : p->T);
     if (by_pair) launch_rows(s, &r, n);
     uint16_t *x1 = x + n * dp;
@@ -498,15 +580,59 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
         launch_rows(s, &r, n);
     }
     struct moe_product q = {*plan, *w1,  *w3, x,    by_pair ? x1 : NULL, by_pair,  by_pair, true,
-                            p->I,  p->D, dp,  p->k, p->weights,          p->limit, z};
+                            p->I,  p->D, dp,  p->k, p->weights,          p->limit, z,       NULL,
+                            NULL};
     int rc = product(s, &q);
     if (rc < 0) return rc;
-    r = {z, y, *plan, p->experts, w2->w, p->I, ip, p->k, true, false, p->aq, r.dealt};
+    r = {z, y, *plan, p->experts, w2->w, p->I, ip, p->k, true, false, p->aq};
     launch_rows(s, &r, n);
     q.a = q.b = *w2;
     q.x0 = y, q.x1 = NULL, q.by_pair = true, q.up = false;
     q.rows = p->D, q.k = p->I, q.kp = ip, q.out = z;
     rc = product(s, &q);
+    if (rc < 0) return rc;
+    launch_combine(s, p, plan, z);
+    return cuda_done(s, "moe");
+}
+
+/* By wgmma. */
+static int image_experts(struct kern_stream *s, const struct kern_moe *p,
+                         const struct moe_matrix *w1, const struct moe_matrix *w2,
+                         const struct moe_matrix *w3, const struct moe_plan *plan, bool e4m3)
+{
+    const int64_t n = (int64_t)p->T * p->k, room = plan->room, bytes = e4m3 ? 1 : 2;
+    const int32_t dp = (int32_t)cuda_ceil(p->D, 128) * 128,
+                  ip = (int32_t)cuda_ceil(p->I, 128) * 128;
+    const int64_t wide = p->D > p->I ? p->D : p->I;
+    uint8_t *x =
+        (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)(room * (dp * bytes + dp / 64)));
+    uint8_t *y = (uint8_t *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)(room * (ip * bytes + ip / 64)));
+    /* First the activations, which are done with once they are quantized; then the results. */
+    uint16_t *z = (uint16_t *)cuda_scratch(s, CUDA_SLOT_OP3, (size_t)(room * wide) * 2);
+    if (!x || !y || !z) return TOW_ENOMEM;
+
+    struct rows none = {};
+    none.plan = *plan;
+    launch_plan(s, p, &none, 0);
+    struct image r = {(const uint16_t *)p->x,
+                      x,
+                      (uint16_t *)(x + room * dp * bytes),
+                      *plan,
+                      p->D,
+                      dp,
+                      p->k,
+                      p->aq};
+    launch_image(s, &r, e4m3, p->T);
+    struct moe_product q = {*plan, *w1, *w3,  NULL,       NULL,     false, false, true,    p->I,
+                            p->D,  dp,  p->k, p->weights, p->limit, z,     x,     r.scale, p->E};
+    int rc = e4m3 ? moe_product_e4m3(s, &q) : moe_product_wide(s, &q);
+    if (rc < 0) return rc;
+    r = {z, y, (uint16_t *)(y + room * ip * bytes), *plan, p->I, ip, 0, p->aq};
+    launch_image(s, &r, e4m3, n);
+    q.a = q.b = *w2;
+    q.up = false, q.rows = p->D, q.k = p->I, q.kp = ip;
+    q.image = y, q.image_scale = r.scale;
+    rc = e4m3 ? moe_product_e4m3(s, &q) : moe_product_wide(s, &q);
     if (rc < 0) return rc;
     launch_combine(s, p, plan, z);
     return cuda_done(s, "moe");
@@ -528,28 +654,53 @@ static bool is_fp4(const struct kern_weight *w)
     return w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4;
 }
 
+/* As the copy engine wants them: in pieces of 16 bytes; then widths are multiples of 256. */
+static bool whole_scales(const struct kern_weight *w)
+{
+    return w->scale_row_bytes % 16 == 0;
+}
+
+/* Are products with these experts of the e4m3 kind? No row of the batch has a say. */
+static bool codes_fit(struct kern_stream *s, const struct kern_moe *p, const struct kern_weight *w)
+{
+    return p->aq == KERN_AQ_A128 && p->D % 128 == 0 && p->I % 128 == 0 &&
+           (w->fmt == KERN_W_FP8 || (w->fmt == KERN_W_MXFP4 && cuda_placed_e4m3(s, w)));
+}
+
 extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
 {
     if (p->T == 0) return 0;
+    const struct kern_weight *const all[] = {p->w1, p->w2, p->w3};
     const struct cuda_weight *t1 = cuda_weights_of(s, p->w1), *t2 = cuda_weights_of(s, p->w2),
                              *t3 = cuda_weights_of(s, p->w3);
     if (!t1 || !t2 || !t3) return TOW_EINVAL;
-    const struct moe_matrix w1 = matrix_of(p->w1, t1), w2 = matrix_of(p->w2, t2),
-                            w3 = matrix_of(p->w3, t3);
+    const struct moe_matrix w1 = matrix_of(p->w1, t1, p->E), w2 = matrix_of(p->w2, t2, p->E),
+                            w3 = matrix_of(p->w3, t3, p->E);
     const bool tiled = p->act == KERN_BF16 && tiles_fit(p, p->w1) && tiles_fit(p, p->w2) &&
                        tiles_fit(p, p->w3) && p->w1->sfmt == p->w3->sfmt;
+    bool e4m3 = tiled && cuda_fp8_products && s->arch == 90;
+    for (int i = 0; i < 3; i++) e4m3 = e4m3 && codes_fit(s, p, all[i]);
+    for (int i = 0; i < 3 && !e4m3; i++)
+        if (cuda_placed_e4m3(s, all[i])) {
+            const int rc = cuda_place_for_bf16(s, all[i]);
+            if (rc < 0) return rc;
+        }
+
     /* Pairs of a tile: all of an expert's, mostly; a choice that changes no bit. */
     const int64_t mean = (int64_t)p->T * p->k / p->E;
     const bool two = p->aq == KERN_AQ_NVFP4; /* x by the scales of w1 and of w3, side by side */
     int32_t tokens = mean <= 4 || (two && s->arch != 90) ? 8 : 32; /* 99 KiB there */
     if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90)
-        tokens = cuda_wide_experts && mean >= cuda_wide_experts && tiled && p->D % 8 == 0 &&
-                         p->I % 8 == 0
+        tokens = cuda_wide_experts && mean >= cuda_wide_experts && tiled && whole_scales(p->w1) &&
+                         whole_scales(p->w2) && whole_scales(p->w3)
                      ? MOE_WIDE
                      : 128;
+    if (e4m3) tokens = mean <= 24 ? MOE_NARROW : MOE_CODES;
+    const bool images = e4m3 || tokens == MOE_WIDE;
     struct moe_plan plan;
-    int rc = make_plan(s, p, tokens, &plan);
+    int rc = make_plan(s, p, tokens, images ? 8 : 1, &plan);
     if (rc < 0) return rc;
-    return tiled ? tiled_experts(s, p, &w1, &w2, &w3, &plan)
-                 : plain_experts(s, p, &w1, &w2, &w3, &plan);
+    return images  ? image_experts(s, p, &w1, &w2, &w3, &plan, e4m3)
+           : tiled ? tiled_experts(s, p, &w1, &w2, &w3, &plan)
+                   : plain_experts(s, p, &w1, &w2, &w3, &plan);
 }

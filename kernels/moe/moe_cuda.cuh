@@ -1,30 +1,37 @@
 /* kernels/moe/moe_cuda.cuh - what the kernels of the moe op tell each other: sorted pairs, tiles of them,
  * prepared rows, and one product of all experts.
  *
- * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, then row, then slot. A tile
- *          is up to as many neighbouring pairs of one expert as a block multiplies at once.
- * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD. A dealt
- *          one has k in the order in which moe_product.cuh's instructions take it: of 128 values, number
- *          32 t + 4 q + 2 h + e lies at 16 q + 8 h + 2 t + e (t, h, e: thread, half and place in a word).
+ * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, then row, then slot, which
+ *          gives each its place. A tile is up to as many neighbouring pairs of one expert as a block
+ *          multiplies at once.
+ * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD. Products
+ *          by wgmma read images of rows instead, see moe_wgmma.cuh.
  */
 #ifndef KERN_MOE_CUDA_CUH
 #define KERN_MOE_CUDA_CUH
 
 #include "kernels/cuda/cuda.cuh"
 
-enum { MOE_PAD = 256, MOE_WIDE = 256 /* pairs of a tile of wide products */ };
+enum {
+    MOE_PAD = 256,
+    MOE_WIDE = 248,  /* pairs of a tile of products by wgmma: what fits in bf16 */
+    MOE_CODES = 224, /* the same of products of codes: what fits in registers */
+    MOE_NARROW = 32  /* and for few pairs an expert */
+};
 
 struct moe_tile {
     int32_t expert, first, n; /* pairs first .. first+n-1 */
 };
 /* On the device. */
 struct moe_plan {
-    int32_t *n_pairs;       /* [1] */
-    int32_t *order;         /* [n_pairs]: row * k + slot of a pair */
+    int32_t *n_pairs;       /* [1]: places in use */
+    int32_t *order;         /* [room]: row * k + slot of the pair at a place */
     int32_t *place;         /* [T * k]: where in order, or -1 */
     struct moe_tile *tiles; /* [max_tiles], those beyond the last have n 0 */
     int32_t max_tiles;      /* of T * k pairs, however they fall */
     int32_t tokens;         /* pairs of a tile */
+    int32_t align;          /* an expert's first place is a multiple of it: some stay empty */
+    int32_t room;           /* places there can be at most, a multiple of align */
 };
 
 /* One matrix of each expert. */
@@ -33,6 +40,8 @@ struct moe_matrix {
     int64_t row_bytes, scale_bytes;
     enum kern_wfmt fmt;
     enum kern_sfmt sfmt;
+    const uint8_t *data, *scale; /* the first expert's; from one to the next: */
+    int64_t data_step, scale_step;
 };
 
 /* Gate and up: out[i] = round(weight * gate(round(x0 . a), round(x1 . b))), or down:
@@ -48,7 +57,10 @@ struct moe_product {
     int32_t slots;       /* k of the op */
     const float *weights;
     float limit;
-    uint16_t *out; /* [n_pairs, rows] */
+    uint16_t *out;               /* [room, rows] */
+    const uint8_t *image;        /* by wgmma: instead of x0 */
+    const uint16_t *image_scale; /* bf16 */
+    int32_t n_experts;
 };
 
 /* Enqueues the product for tiles of 8, 32 or (4-bit weights) 128 pairs. */
@@ -56,8 +68,11 @@ int moe_product_mxfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_nvfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_fp8(struct kern_stream *s, const struct moe_product *p);
 int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
-/* The same bits by wgmma, where there is: 4-bit weights, x1 NULL, rows a multiple of 8, dealt rows of x,
- * tiles of MOE_WIDE pairs. */
+/* The same bits by wgmma, where there is: 4-bit weights with 16 bytes of scales or a multiple to a row, x1 NULL,
+ * rows a multiple of 8, tiles of MOE_WIDE pairs. */
 int moe_product_wide(struct kern_stream *s, const struct moe_product *p);
+/* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_CODES or MOE_NARROW pairs; mxfp4 placed
+ * for it. Other bits than the above, the same at every number of pairs. */
+int moe_product_e4m3(struct kern_stream *s, const struct moe_product *p);
 
 #endif

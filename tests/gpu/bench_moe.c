@@ -1,7 +1,8 @@
 /* tests/gpu/bench_moe.c - routing, routed experts and the element-wise ops beside them, V4-Flash shapes.
  *
- * usage: bench_moe [name part] [cuda:N]
+ * usage: bench_moe [T=N] [name part] [cuda:N]
  *
+ * "codes": products of codes (kern_dev_fp8_products), else of bf16, "wgmma" and without.
  * Experts of each call are drawn anew from eight lists, so that what the call before read does not help.
  * Bytes count each expert that a list names once.
  */
@@ -10,10 +11,13 @@
 
 enum { E = 256, K = 6, D = 4096, I = 2048, TURNS = 8, MAX_T = 8192 };
 
+static int only_T;
+
 struct experts {
     struct kern_weight w1[E], w2[E], w3[E];
     double bytes_each;
     enum kern_act_quant aq;
+    bool codes;
 };
 struct moe_run {
     struct bench *b;
@@ -39,7 +43,7 @@ static void describe(struct kern_weight *w, enum kern_wfmt fmt, const uint8_t *b
                               .scale2 = 1,
                               .input_scale = nv ? 0.01f : 0};
 }
-static void place(struct bench *b, struct experts *x, enum kern_wfmt fmt)
+static void place(struct bench *b, struct experts *x, enum kern_wfmt fmt, bool codes)
 {
     struct tow_err err = {0};
     const size_t bytes = (size_t)20 << 20;
@@ -61,6 +65,7 @@ static void place(struct bench *b, struct experts *x, enum kern_wfmt fmt)
     x->bytes_each = 3.0 * ((double)w->row_bytes * I +
                            (double)w->scale_row_bytes * (fmt == KERN_W_FP8 ? I / 128 : I));
     x->aq = KERN_AQ_A128;
+    x->codes = kern_dev_fp8_products(b->dev, codes) && codes;
     if (kern_dev_place(b->dev, x->w1, E, &err) < 0 || kern_dev_place(b->dev, x->w2, E, &err) < 0 ||
         kern_dev_place(b->dev, x->w3, E, &err) < 0) {
         fprintf(stderr, "bench_moe: %s\n", err.msg);
@@ -109,7 +114,8 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
     struct moe_run m = {.b = b};
     char shape[64], label[64];
     double distinct = 0;
-    if (!bench_wants(b, name)) return;
+    snprintf(label, sizeof label, "%s%s", name, x->codes ? " codes" : "");
+    if (!bench_wants(b, label) || (only_T && T != only_T)) return;
     for (int i = 0; i < TURNS; i++) distinct += draw(b, T, hot, &m.experts[i]) / TURNS;
     m.p = (struct kern_moe){.x = bench_random(b, (double)T * D, KERN_BF16, 1),
                             .weights = bench_random(b, (double)T * K, KERN_F32, 0.3f),
@@ -126,9 +132,10 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                             .aq = x->aq,
                             .act = KERN_BF16};
     snprintf(shape, sizeof shape, "T %d%s, %.0f experts", T, hot ? " hot" : "", distinct);
-    const bool wide = x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K > 24 * E;
+    const bool wide =
+        x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K > 24 * E && !x->codes;
     for (int way = 0; way <= wide; way++) {
-        snprintf(label, sizeof label, "%s%s", name, way ? " wgmma" : "");
+        snprintf(label, sizeof label, "%s%s", name, x->codes ? " codes" : way ? " wgmma" : "");
 #ifdef TOW_CUDA
         cuda_wide_experts = way;
 #endif
@@ -138,7 +145,7 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                                           .ctx = &m,
                                           .bytes = distinct * x->bytes_each + T * (double)D * 6,
                                           .flops = 6.0 * T * K * D * I,
-                                          .flops_second = BENCH_BF16_FLOPS,
+                                          .flops_second = x->codes ? BENCH_FP8_FLOPS : BENCH_BF16_FLOPS,
                                           .goal = goal});
     }
     bench_free_all(b);
@@ -207,34 +214,42 @@ int main(int argc, char **argv)
 {
     static struct experts x;
     struct bench b;
+    if (argc > 1 && strncmp(argv[1], "T=", 2) == 0) {
+        only_T = atoi(argv[1] + 2);
+        argv[1] = argv[0], argc--, argv++;
+    }
     int rc = bench_open(&b, argc, argv);
     if (rc) return rc;
     run_small(&b, 32);
     run_small(&b, MAX_T);
-    if (bench_wants(&b, "moe_mxfp4")) {
-        place(&b, &x, KERN_W_MXFP4);
+    for (int codes = 0; codes < 2; codes++) {
+        if (!bench_wants(&b, codes ? "moe_mxfp4 codes" : "moe_mxfp4 wgmma")) continue;
+        place(&b, &x, KERN_W_MXFP4, codes);
         run_moe(&b, &x, "moe_mxfp4", 1, false, NULL);
         run_moe(&b, &x, "moe_mxfp4", 8, false, "<= 1.35 x");
         run_moe(&b, &x, "moe_mxfp4", 32, false, "<= 1.35 x (570 us)");
         run_moe(&b, &x, "moe_mxfp4", 128, false, "<= 1.35 x (1020 us)");
         run_moe(&b, &x, "moe_mxfp4", 128, true, NULL);
         run_moe(&b, &x, "moe_mxfp4", 512, false, NULL);
+        run_moe(&b, &x, "moe_mxfp4", 1024, false, NULL);
         run_moe(&b, &x, "moe_mxfp4", 2048, false, NULL);
-        run_moe(&b, &x, "moe_mxfp4", MAX_T, false, ">= 480 TFLOP/s");
+        run_moe(&b, &x, "moe_mxfp4", MAX_T, false, codes ? ">= 850 TFLOP/s" : ">= 480 TFLOP/s");
         run_moe(&b, &x, "moe_mxfp4", MAX_T, true, NULL);
         unplace(&b, &x);
     }
-    if (bench_wants(&b, "moe_nvfp4")) {
-        place(&b, &x, KERN_W_NVFP4);
+    if (bench_wants(&b, "moe_nvfp4 wgmma")) {
+        place(&b, &x, KERN_W_NVFP4, false);
         run_moe(&b, &x, "moe_nvfp4", 32, false, "<= 1.35 x");
         run_moe(&b, &x, "moe_nvfp4", MAX_T, false, ">= 480 TFLOP/s");
         x.aq = KERN_AQ_NVFP4;
         run_moe(&b, &x, "moe_nvfp4 w4a4", 32, false, "<= 1.35 x");
         unplace(&b, &x);
     }
-    if (bench_wants(&b, "moe_fp8")) {
-        place(&b, &x, KERN_W_FP8);
+    for (int codes = 0; codes < 2; codes++) {
+        if (!bench_wants(&b, codes ? "moe_fp8 codes" : "moe_fp8")) continue;
+        place(&b, &x, KERN_W_FP8, codes);
         run_moe(&b, &x, "moe_fp8", 32, false, "<= 1.35 x");
+        run_moe(&b, &x, "moe_fp8", MAX_T, false, codes ? ">= 850 TFLOP/s" : NULL);
         unplace(&b, &x);
     }
     return bench_close(&b);

@@ -1,7 +1,8 @@
 /* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch, and is
- * near the CPU's, and wgmma's are those of mma.sync; skewed routing, repeated experts and none.
+ * near the CPU's, and wgmma's are those of mma.sync; skewed routing, repeated experts and none. The same for
+ * products of codes, which are the bits of bf16 where sums are exact, and near them elsewhere.
  *
- * Exit 77 where there is no device.
+ * Exit 77 where there is no device. usage: moe_test [NAME]
  */
 #include "tests/support/check.h"
 #include "tests/support/device.h"
@@ -25,11 +26,14 @@ struct shape {
     enum kern_act_quant aq;
     int32_t E, k, D, I, T;
     bool skewed;
+    bool codes; /* experts are placed for products of codes, and multiplied so */
+    int spread; /* mxfp4 scales are this many powers of two apart; 0: 7 */
 };
+enum { HOST, DEVICE, WIDENED /* on the device, products in bf16 */, N_PLACES };
 struct fixture {
     struct shape s;
-    struct kern_weight w[2][3][256]; /* host, device; w1, w2, w3 */
-    uint8_t *block;                  /* all weights are stretches of it */
+    struct kern_weight w[N_PLACES][3][256]; /* w1, w2, w3 */
+    uint8_t *block;                         /* all weights are stretches of it */
     uint16_t *x;
     int32_t *experts;
     float *weights;
@@ -73,9 +77,21 @@ static struct kern_weight weight(const struct fixture *f, int at, int32_t n, int
                                     fmt == KERN_W_NVFP4 ? 0.01f + 0.0001f * (float)at : 0};
 }
 
-static void set_up(struct fixture *f, const struct shape *s)
+static void place(struct fixture *f, int at)
 {
     struct tow_err err = {0};
+    memcpy(f->w[at], f->w[HOST], sizeof f->w[HOST]);
+    kern_dev_fp8_products(gpu, at == DEVICE && f->s.codes);
+    for (int i = 0; i < 3; i++)
+        if (kern_dev_place(gpu, f->w[at][i], f->s.E, &err) < 0) fail_msg("%s", err.msg);
+}
+static void unplace(struct fixture *f, int at)
+{
+    for (int i = 0; i < 3; i++) kern_dev_unplace(gpu, f->w[at][i][0].data);
+}
+
+static void draw(struct fixture *f, const struct shape *s)
+{
     memset(f, 0, sizeof *f);
     f->s = *s;
     f->block = malloc(BLOCK);
@@ -87,7 +103,9 @@ static void set_up(struct fixture *f, const struct shape *s)
         uint8_t b = (uint8_t)next();
         if (s->fmt == KERN_W_FP8 && (b & 127) == 127) b ^= 1;
         if (s->fmt == KERN_W_BF16 && i % 2) b = (uint8_t)((b & 0x80) | 0x3c);
-        if (i >= SCALES_AT) b = (uint8_t)((s->fmt == KERN_W_NVFP4 ? 16 : 116) + b % 8);
+        if (i >= SCALES_AT)
+            b = (uint8_t)((s->fmt == KERN_W_NVFP4 ? 16 : 116) +
+                          b % (s->spread ? s->spread + 1 : 8));
         f->block[i] = b;
     }
     for (int32_t e = 0; e < s->E; e++) {
@@ -95,9 +113,6 @@ static void set_up(struct fixture *f, const struct shape *s)
         f->w[0][1][e] = weight(f, 3 * e + 1, s->D, s->I);
         f->w[0][2][e] = weight(f, 3 * e + 2, s->I, s->D);
     }
-    memcpy(f->w[1], f->w[0], sizeof f->w[0]);
-    for (int i = 0; i < 3; i++)
-        if (kern_dev_place(gpu, f->w[1][i], s->E, &err) < 0) fail_msg("%s", err.msg);
     for (int64_t i = 0; i < (int64_t)s->T * s->D; i++) f->x[i] = kern_bf16_encode(normal());
     for (int32_t t = 0; t < s->T; t++)
         for (int32_t i = 0; i < s->k; i++) {
@@ -108,17 +123,22 @@ static void set_up(struct fixture *f, const struct shape *s)
             f->weights[t * s->k + i] = fabsf(normal()) + 0.1f;
         }
 }
+static void set_up(struct fixture *f, const struct shape *s)
+{
+    draw(f, s);
+    place(f, DEVICE);
+}
 static void tear_down(struct fixture *f)
 {
-    for (int i = 0; i < 3; i++) kern_dev_unplace(gpu, f->w[1][i][0].data);
+    kern_dev_fp8_products(gpu, false);
     free(f->block), free(f->x), free(f->experts), free(f->weights);
 }
 
 /* Rows t .. t+n-1 in one call; the caller frees. */
-static float *run(struct fixture *f, bool on_gpu, int32_t t, int32_t n)
+static float *run(struct fixture *f, int at, int32_t t, int32_t n)
 {
     const struct shape *s = &f->s;
-    struct kern_dev *dev = on_gpu ? gpu : cpu;
+    struct kern_dev *dev = at == HOST ? cpu : gpu;
     struct kern_stream *st = kern_dev_stream(dev);
     const size_t x_bytes = (size_t)n * (size_t)s->D * 2, list = (size_t)n * (size_t)s->k * 4,
                  out_bytes = (size_t)n * (size_t)s->D * 4;
@@ -131,12 +151,13 @@ static float *run(struct fixture *f, bool on_gpu, int32_t t, int32_t n)
     assert_int_equal(kern_stream_write(st, e, f->experts + (int64_t)t * s->k, list), 0);
     assert_int_equal(kern_stream_write(st, w, f->weights + (int64_t)t * s->k, list), 0);
     assert_int_equal(kern_stream_write(st, out, host, out_bytes), 0);
+    kern_dev_fp8_products(gpu, at == DEVICE && s->codes);
     const struct kern_moe p = {.x = x,
                                .experts = e,
                                .weights = w,
-                               .w1 = f->w[on_gpu][0],
-                               .w2 = f->w[on_gpu][1],
-                               .w3 = f->w[on_gpu][2],
+                               .w1 = f->w[at][0],
+                               .w2 = f->w[at][1],
+                               .w3 = f->w[at][2],
                                .out = out,
                                .T = n,
                                .D = s->D,
@@ -155,7 +176,7 @@ static float *run(struct fixture *f, bool on_gpu, int32_t t, int32_t n)
 static void same_bits(struct fixture *f, const float *all, int32_t t, int32_t n)
 {
     if (t + n > f->s.T) return;
-    float *part = run(f, true, t, n);
+    float *part = run(f, DEVICE, t, n);
     for (int64_t i = 0; i < (int64_t)n * f->s.D; i++)
         if (kern_bits(part[i]) != kern_bits(all[(int64_t)t * f->s.D + i]))
             fail_msg("%s: row %d, element %d: %a in a call of %d rows, %a in one of %d", f->s.name,
@@ -163,9 +184,14 @@ static void same_bits(struct fixture *f, const float *all, int32_t t, int32_t n)
                      (double)all[(int64_t)t * f->s.D + i], f->s.T);
     free(part);
 }
+/* Products of codes: a sum of K is off by 2^-14.3 sqrt(128) 0.7 = 4e-4 of its size (wgmma.cuh), so gate times
+ * up by some 6e-4, which lets e4m3 codes of y, 0.09 apart, land next door: sqrt(6e-4 * 0.09) = 7e-3 of what
+ * comes out. Three times that. */
+enum { CODES_PER_MILLE = 21 };
+
 static void near_cpu(struct fixture *f, const float *all, int32_t t)
 {
-    float *want = run(f, false, t, 1);
+    float *want = run(f, HOST, t, 1);
     const float *got = all + (int64_t)t * f->s.D;
     double err = 0, mag = 0, most = 0;
     int equal = 0;
@@ -178,7 +204,8 @@ static void near_cpu(struct fixture *f, const float *all, int32_t t)
     const double rms = mag > 0 ? sqrt(err / mag) : sqrt(err);
     print_message("%s row %d: rms %.2e of the CPU's, largest difference %.2e, %.2f %% equal\n",
                   f->s.name, t, rms, most, 100.0 * equal / f->s.D);
-    if (!(rms <= 5e-3)) fail_msg("%s row %d: rms %.3e", f->s.name, t, rms);
+    if (!(rms <= (f->s.codes ? CODES_PER_MILLE * 1e-3 : 5e-3)))
+        fail_msg("%s row %d: rms %.3e", f->s.name, t, rms);
     free(want);
 }
 
@@ -186,7 +213,7 @@ static void test_moe__rows_are_near_the_cpus_in_any_batch(void **state)
 {
     static struct fixture f;
     set_up(&f, *state);
-    float *all = run(&f, true, 0, f.s.T), *again = run(&f, true, 0, f.s.T);
+    float *all = run(&f, DEVICE, 0, f.s.T), *again = run(&f, DEVICE, 0, f.s.T);
     assert_memory_equal(all, again, (size_t)f.s.T * (size_t)f.s.D * 4);
     for (int32_t t = 0; t < 6; t++) same_bits(&f, all, t, 1);
     same_bits(&f, all, f.s.T - 1, 1);
@@ -197,19 +224,139 @@ static void test_moe__rows_are_near_the_cpus_in_any_batch(void **state)
     for (int32_t t = 0; t < 4; t++) near_cpu(&f, all, t);
     near_cpu(&f, all, f.s.T - 1);
     free(all), free(again);
+    unplace(&f, DEVICE);
+    tear_down(&f);
+}
+
+/* Elements that differ; NaN is NaN. *rms: of the differences, by the size of b's. */
+static int64_t differ(const float *a, const float *b, int64_t n, double *rms)
+{
+    int64_t count = 0;
+    double diff = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (isnan(a[i]) && isnan(b[i])) continue;
+        const double d = (double)a[i] - (double)b[i];
+        count += kern_bits(a[i]) != kern_bits(b[i]);
+        diff += d * d, norm += (double)b[i] * (double)b[i];
+    }
+    *rms = norm > 0 ? sqrt(diff / norm) : sqrt(diff);
+    return count;
+}
+
+/* Products of codes are near those in bf16; an array whose scales are too far apart has the latter; and one
+ * placed for codes gives the latter's bits when the switch says so. */
+static void test_moe__codes_are_near_widened(void **state)
+{
+    static struct fixture f;
+    double rms, none;
+    draw(&f, *state);
+    uint8_t *nan_scale = f.block + SCALES_AT + 64 + 5 * f.s.D / 32; /* a part of w2, too */
+    if (f.s.fmt == KERN_W_MXFP4) *nan_scale = 255;
+    place(&f, DEVICE), place(&f, WIDENED);
+    const int64_t n = (int64_t)f.s.T * f.s.D;
+    float *codes = run(&f, DEVICE, 0, f.s.T), *widened = run(&f, WIDENED, 0, f.s.T);
+    const int64_t other = differ(codes, widened, n, &rms);
+    int64_t n_nan = 0;
+    for (int64_t i = 0; i < n; i++) n_nan += isnan(codes[i]);
+    print_message("%s: codes: %lld of %lld differ from bf16, rms %.2e; %lld NaN\n", f.s.name,
+                  (long long)other, (long long)n, rms, (long long)n_nan);
+    if (f.s.fmt == KERN_W_MXFP4) assert_in_range(n_nan, 1, n - 1);
+    if (f.s.fmt == KERN_W_MXFP4 && f.s.spread > 11)
+        assert_int_equal(other, 0);
+    else
+        assert_true(other > 0 && rms <= CODES_PER_MILLE * 1e-3);
+    f.s.codes = false;
+    float *back = run(&f, DEVICE, 0, f.s.T);
+    assert_int_equal(differ(back, widened, n, &none), 0);
+    free(codes), free(widened), free(back);
+    unplace(&f, DEVICE), unplace(&f, WIDENED);
+    tear_down(&f);
+}
+
+/* All pairs are one expert's; every number of them gives a row the same bits, twice. */
+static void test_moe__every_number_of_pairs_gives_the_same_bits(void **state)
+{
+    static struct fixture f;
+    draw(&f, *state);
+    for (int64_t i = 0; i < (int64_t)f.s.T * f.s.k; i++) f.experts[i] = 1;
+    place(&f, DEVICE);
+    float *all = run(&f, DEVICE, 0, f.s.T);
+    int bad = 0;
+    for (int32_t n = 1; n <= f.s.T; n += n < 40 ? 1 : n < 256 ? 7 : 37) {
+        float *part = run(&f, DEVICE, 0, n), *again = run(&f, DEVICE, 0, n);
+        double rms;
+        const int64_t d = differ(part, all, (int64_t)n * f.s.D, &rms),
+                      u = differ(part, again, (int64_t)n * f.s.D, &rms);
+        if ((d || u) && bad++ < 12)
+            print_message("%s: %d pairs: %lld differ from a call of %d, %lld in two runs\n",
+                          f.s.name, n, (long long)d, f.s.T, (long long)u);
+        free(part), free(again);
+    }
+    free(all);
+    unplace(&f, DEVICE);
+    tear_down(&f);
+    assert_int_equal(bad, 0);
+}
+
+/* One number of each row of x and of w2 is not zero: no sum is rounded, so both kinds have the same bits.
+ * Scales of zeros alone may be anything. */
+static void test_moe__exact_sums_are_equal(void **state)
+{
+    static struct fixture f;
+    double rms;
+    draw(&f, *state);
+    const struct shape *s = &f.s;
+    for (int64_t i = 0; i < (int64_t)s->T * s->D; i++)
+        if (i % s->D != i / s->D * 37 % s->D) f.x[i] = 0;
+    for (int32_t e = 0; e < s->E; e++) { /* its own room: w1 and w3 share theirs */
+        struct kern_weight *w = &f.w[HOST][1][e];
+        uint8_t *data = calloc((size_t)w->n, (size_t)w->row_bytes),
+                *scale = malloc((size_t)(w->n * w->scale_row_bytes));
+        assert_true(data && scale);
+        for (int32_t i = 0; i < w->n; i++) {
+            const int32_t c = (int32_t)next() % w->k;
+            const uint8_t code = (uint8_t)next();
+            if (s->fmt == KERN_W_FP8)
+                data[i * w->row_bytes + c] = (code & 127) == 127 ? 1 : code;
+            else
+                data[i * w->row_bytes + c / 2] = (uint8_t)(c % 2 ? code << 4 : code & 15);
+        }
+        for (int64_t i = 0;
+             i < (s->fmt == KERN_W_FP8 ? (w->n + 127) / 128 : w->n) * w->scale_row_bytes; i++)
+            scale[i] = (uint8_t)(s->fmt == KERN_W_FP8 ? 118 + next() % 8 : 90 + next() % 50);
+        w->data = data, w->scale = scale;
+    }
+    place(&f, DEVICE), place(&f, WIDENED);
+    float *codes = run(&f, DEVICE, 0, s->T), *widened = run(&f, WIDENED, 0, s->T);
+    const int64_t n = (int64_t)s->T * s->D, other = differ(codes, widened, n, &rms);
+    int64_t zeros = 0;
+    for (int64_t i = 0; i < n; i++) zeros += widened[i] == 0;
+    print_message("%s: exact sums: %lld of %lld differ, rms %.2e; %lld zeros\n", s->name,
+                  (long long)other, (long long)n, rms, (long long)zeros);
+    for (int64_t i = 0; i < n && other; i++)
+        if (kern_bits(codes[i]) != kern_bits(widened[i]))
+            fail_msg("row %lld, element %lld: %a by codes, %a in bf16", (long long)(i / s->D),
+                     (long long)(i % s->D), (double)codes[i], (double)widened[i]);
+    assert_true(zeros < n * 9 / 10);
+    for (int32_t e = 0; e < s->E; e++) {
+        free((void *)(uintptr_t)f.w[HOST][1][e].data);
+        free((void *)(uintptr_t)f.w[HOST][1][e].scale);
+    }
+    free(codes), free(widened);
+    unplace(&f, DEVICE), unplace(&f, WIDENED);
     tear_down(&f);
 }
 
 #ifdef TOW_CUDA
 /* Tiles of every width and more than one of an expert's; fewer pairs than 24 of each are not wide. */
 static const struct shape wide_shapes[] = {
-    {"mxfp4 many", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 1700, false},
-    {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true},
-    {"mxfp4 few experts", KERN_W_MXFP4, KERN_AQ_NONE, 5, 2, 4096, 2048, 1000, false},
-    {"mxfp4 small tiles", KERN_W_MXFP4, KERN_AQ_A128, 32, 4, 512, 384, 300, true},
-    {"mxfp4 odd width", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3040, 250, false},
-    {"nvfp4", KERN_W_NVFP4, KERN_AQ_A128, 32, 6, 4096, 2048, 700, false},
-    {"nvfp4 odd width", KERN_W_NVFP4, KERN_AQ_NONE, 8, 2, 1072, 720, 250, true},
+    {"mxfp4 many", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 1700, false, false, 0},
+    {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true, false, 0},
+    {"mxfp4 few experts", KERN_W_MXFP4, KERN_AQ_NONE, 5, 2, 4096, 2048, 1000, false, false, 0},
+    {"mxfp4 small tiles", KERN_W_MXFP4, KERN_AQ_A128, 32, 4, 1024, 512, 300, true, false, 0},
+    {"mxfp4 broad", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3072, 250, false, false, 0},
+    {"nvfp4", KERN_W_NVFP4, KERN_AQ_A128, 32, 6, 4096, 2048, 700, false, false, 0},
+    {"nvfp4 parts of tiles", KERN_W_NVFP4, KERN_AQ_NONE, 8, 2, 1280, 768, 250, true, false, 0},
 };
 enum { N_WIDE = sizeof wide_shapes / sizeof *wide_shapes };
 
@@ -221,9 +368,9 @@ static void test_moe__wide_rows_have_the_same_bits(void **state)
     const int before = cuda_wide_experts;
     const int64_t n = (int64_t)f.s.T * f.s.D;
     cuda_wide_experts = 0;
-    float *want = run(&f, true, 0, f.s.T);
+    float *want = run(&f, DEVICE, 0, f.s.T);
     cuda_wide_experts = 1;
-    float *got = run(&f, true, 0, f.s.T), *again = run(&f, true, 0, f.s.T);
+    float *got = run(&f, DEVICE, 0, f.s.T), *again = run(&f, DEVICE, 0, f.s.T);
     cuda_wide_experts = before;
     int64_t differ = 0, first = -1, unstable = 0;
     int32_t rows = 0;
@@ -247,24 +394,49 @@ static void test_moe__wide_rows_have_the_same_bits(void **state)
                  (double)want[first]);
     assert_int_equal(unstable, 0);
     free(want), free(got), free(again);
+    unplace(&f, DEVICE);
     tear_down(&f);
 }
 #endif
 
-int main(void)
+int main(int argc, char **argv)
 {
     static const struct shape shapes[] = {
-        {"mxfp4", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 1000, false},
-        {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true},
-        {"mxfp4 few experts", KERN_W_MXFP4, KERN_AQ_NONE, 5, 2, 4096, 2048, 1000, false},
-        {"nvfp4", KERN_W_NVFP4, KERN_AQ_A128, 32, 6, 4096, 2048, 700, false},
-        {"nvfp4 w4a4", KERN_W_NVFP4, KERN_AQ_NVFP4, 32, 6, 4096, 2048, 300, true},
-        {"fp8", KERN_W_FP8, KERN_AQ_A128, 16, 4, 4096, 2048, 300, true},
-        {"bf16", KERN_W_BF16, KERN_AQ_NONE, 16, 4, 2048, 1024, 300, true},
-        {"mxfp4 odd width", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3040, 250, false},
+        {"mxfp4", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 1000, false, false, 0},
+        {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true, false, 0},
+        {"mxfp4 few experts", KERN_W_MXFP4, KERN_AQ_NONE, 5, 2, 4096, 2048, 1000, false, false, 0},
+        {"nvfp4", KERN_W_NVFP4, KERN_AQ_A128, 32, 6, 4096, 2048, 700, false, false, 0},
+        {"nvfp4 w4a4", KERN_W_NVFP4, KERN_AQ_NVFP4, 32, 6, 4096, 2048, 300, true, false, 0},
+        {"fp8", KERN_W_FP8, KERN_AQ_A128, 16, 4, 4096, 2048, 300, true, false, 0},
+        {"bf16", KERN_W_BF16, KERN_AQ_NONE, 16, 4, 2048, 1024, 300, true, false, 0},
+        {"mxfp4 odd width", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3040, 250, false, false, 0},
     };
-    enum { N = sizeof shapes / sizeof *shapes };
-    struct CMUnitTest tests[N + 16];
+    static const struct shape code_shapes[] = {
+        {"mxfp4 by codes", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 2900, false, true, 0},
+        {"mxfp4 by codes, skewed", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 500, true, true,
+         0},
+        {"mxfp4 by codes, hot", KERN_W_MXFP4, KERN_AQ_A128, 4, 2, 1024, 512, 1200, false, true, 11},
+        {"fp8 by codes", KERN_W_FP8, KERN_AQ_A128, 16, 4, 4096, 2048, 900, true, true, 0},
+    };
+    static const struct shape pairs[] = {
+        {"mxfp4 few pairs", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 1024, 512, 40, false, true, 0},
+        {"mxfp4 many pairs", KERN_W_MXFP4, KERN_AQ_A128, 4, 2, 1024, 512, 300, true, true, 11},
+        {"mxfp4 wide scales", KERN_W_MXFP4, KERN_AQ_A128, 4, 2, 1024, 512, 70, false, true, 12},
+        {"fp8 few pairs", KERN_W_FP8, KERN_AQ_A128, 8, 2, 1024, 512, 40, false, true, 0},
+        {"fp8 many pairs", KERN_W_FP8, KERN_AQ_A128, 4, 2, 1024, 512, 300, true, true, 0},
+    };
+    static const struct shape numbers[] = {
+        {"mxfp4 numbers", KERN_W_MXFP4, KERN_AQ_A128, 64, 1, 1024, 512, 600, false, true, 0},
+        {"mxfp4 numbers, deep", KERN_W_MXFP4, KERN_AQ_A128, 32, 1, 4096, 2048, 100, false, true, 0},
+        {"fp8 numbers", KERN_W_FP8, KERN_AQ_A128, 64, 1, 1024, 512, 600, false, true, 0},
+    };
+    enum {
+        N = sizeof shapes / sizeof *shapes,
+        N_CODES = sizeof code_shapes / sizeof *code_shapes,
+        N_BOTH = sizeof pairs / sizeof *pairs,
+        N_NUMBERS = sizeof numbers / sizeof *numbers
+    };
+    struct CMUnitTest tests[N + N_CODES + 2 * N_BOTH + N_NUMBERS + 16];
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
@@ -273,12 +445,27 @@ int main(void)
             (struct CMUnitTest){shapes[i].name, test_moe__rows_are_near_the_cpus_in_any_batch, NULL,
                                 NULL, (void *)(uintptr_t)&shapes[i]};
     int n = N;
+    const bool codes = strcmp(kern_dev_isa(gpu), "sm_90") == 0;
+    for (int i = 0; i < N_CODES && codes; i++)
+        tests[n++] =
+            (struct CMUnitTest){code_shapes[i].name, test_moe__rows_are_near_the_cpus_in_any_batch,
+                                NULL, NULL, (void *)(uintptr_t)&code_shapes[i]};
+    for (int i = 0; i < N_NUMBERS && codes; i++)
+        tests[n++] = (struct CMUnitTest){numbers[i].name,
+                                         test_moe__every_number_of_pairs_gives_the_same_bits, NULL,
+                                         NULL, (void *)(uintptr_t)&numbers[i]};
+    for (int i = 0; i < 2 * N_BOTH && codes; i++)
+        tests[n++] = (struct CMUnitTest){pairs[i / 2].name,
+                                         i % 2 ? test_moe__codes_are_near_widened
+                                               : test_moe__exact_sums_are_equal,
+                                         NULL, NULL, (void *)(uintptr_t)&pairs[i / 2]};
 #ifdef TOW_CUDA
-    for (int i = 0; i < N_WIDE && strcmp(kern_dev_isa(gpu), "sm_90") == 0; i++)
+    for (int i = 0; i < N_WIDE && codes; i++)
         tests[n++] =
             (struct CMUnitTest){wide_shapes[i].name, test_moe__wide_rows_have_the_same_bits, NULL,
                                 NULL, (void *)(uintptr_t)&wide_shapes[i]};
 #endif
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     int rc = _cmocka_run_group_tests("gpu/moe", tests, (size_t)n, NULL, NULL);
     kern_dev_close(cpu);
     kern_dev_close(gpu);
