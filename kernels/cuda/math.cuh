@@ -53,6 +53,20 @@ static __device__ __forceinline__ float dev_gate(float g, float u, float limit)
     return dev_silu(g) * u;
 }
 
+/* The same by the machine's own 2^x and 1/x, a quarter of the instructions: within 2^-18 for gates between -60
+ * and 60, where whoever rounds it to bf16 keeps 2^-9; beyond, x or next to 0. */
+static __device__ __forceinline__ float dev_gate_near(float g, float u, float limit)
+{
+    if (limit > 0) {
+        g = dev_min(limit, g);
+        u = dev_max(-limit, dev_min(limit, u));
+    }
+    float e, r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(g * -0x1.715476p+0f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+    return g * r * u;
+}
+
 /* ln(1 + e^x). */
 static __device__ __forceinline__ float dev_softplus(float x)
 {

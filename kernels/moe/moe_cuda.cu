@@ -64,7 +64,9 @@ static __device__ __forceinline__ int32_t expert_of(const int32_t *experts, int3
     return e >= 0 && e < E ? e : -1;
 }
 
-/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. */
+/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. Pairs are read
+ * SORT_AHEAD at a time: the memory's latency is most of a thread's time here. */
+enum { SORT_AHEAD = 8 };
 static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_t n, int32_t E,
                                                   const struct moe_plan &plan)
 {
@@ -76,11 +78,18 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
     int32_t *mine = hist + (int64_t)(threadIdx.x / 32) * E;
     for (int32_t e = threadIdx.x; e < warps * E; e += blockDim.x) hist[e] = 0;
     __syncthreads();
-    for (int32_t i = begin; i < end; i += 32) {
-        const int32_t e = expert_of(experts, i + lane, end, E);
-        const unsigned same = __match_any_sync(ALL, e);
-        if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
-        __syncwarp();
+    for (int32_t i0 = begin; i0 < end; i0 += 32 * SORT_AHEAD) {
+        int32_t ahead[SORT_AHEAD];
+#pragma unroll
+        for (int u = 0; u < SORT_AHEAD; u++)
+            ahead[u] = expert_of(experts, i0 + u * 32 + lane, end, E);
+#pragma unroll
+        for (int u = 0; u < SORT_AHEAD; u++) {
+            const int32_t e = ahead[u];
+            const unsigned same = __match_any_sync(ALL, e);
+            if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
+            __syncwarp();
+        }
     }
     __syncthreads();
     int32_t pairs = 0, tiles = 0;
@@ -109,16 +118,23 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
     for (int32_t i = tiles + (int32_t)threadIdx.x; i < plan.max_tiles; i += (int32_t)blockDim.x)
         plan.tiles[i] = {0, 0, 0};
     __syncthreads();
-    for (int32_t i = begin; i < end; i += 32) {
-        const int32_t e = expert_of(experts, i + lane, end, E);
-        const unsigned same = __match_any_sync(ALL, e);
-        int32_t at = -1;
-        if (e >= 0) at = mine[e] + __popc(same & ((1u << lane) - 1));
-        __syncwarp();
-        if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
-        __syncwarp();
-        if (i + lane < end) plan.place[i + lane] = at;
-        if (at >= 0) plan.order[at] = i + lane;
+    for (int32_t i0 = begin; i0 < end; i0 += 32 * SORT_AHEAD) {
+        int32_t ahead[SORT_AHEAD];
+#pragma unroll
+        for (int u = 0; u < SORT_AHEAD; u++)
+            ahead[u] = expert_of(experts, i0 + u * 32 + lane, end, E);
+#pragma unroll
+        for (int u = 0; u < SORT_AHEAD; u++) {
+            const int32_t e = ahead[u], i = i0 + u * 32 + lane;
+            const unsigned same = __match_any_sync(ALL, e);
+            int32_t at = -1;
+            if (e >= 0) at = mine[e] + __popc(same & ((1u << lane) - 1));
+            __syncwarp();
+            if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
+            __syncwarp();
+            if (i < end) plan.place[i] = at;
+            if (at >= 0) plan.order[at] = i;
+        }
     }
 }
 
@@ -224,21 +240,12 @@ struct image {
     enum kern_act_quant aq; /* e4m3: A128 */
 };
 
-/* A warp has 128 values of a row. */
+/* 128 values v of a row, four a lane, to its places. */
 template <bool E4M3>
-static __global__ void __launch_bounds__(THREADS)
-    image_kernel(const __grid_constant__ struct image p)
+static __device__ __forceinline__ void image_block(const struct image &p, int32_t kb,
+                                                   const int32_t *places, int32_t n, float (&v)[4])
 {
     const int lane = threadIdx.x % 32;
-    const int32_t kb = (int32_t)blockIdx.y * WARPS + threadIdx.x / 32;
-    if (kb * 128 >= p.kp) return;
-    const int64_t item = blockIdx.x;
-    const int32_t n = p.slots ? p.slots : 1;
-    const int32_t *places = p.plan.place + item * n;
-    const int64_t row = p.slots ? item : places[0];
-    if (row < 0) return;
-    float v[4];
-    load_row4(p.x + row * p.k, kb * 128 + lane * 4, p.k, v);
     if (E4M3) {
         float scale;
         const uint32_t word = dev_codes4_a128(v, &scale);
@@ -266,13 +273,37 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
+/* A warp has IMAGE_BLOCKS times 128 values of a row, read at once. */
+enum { IMAGE_BLOCKS = 4 };
+template <bool E4M3>
+static __global__ void __launch_bounds__(THREADS)
+    image_kernel(const __grid_constant__ struct image p, int64_t items)
+{
+    const int lane = threadIdx.x % 32;
+    const int32_t n_kb = p.kp / 128, each = (n_kb + IMAGE_BLOCKS - 1) / IMAGE_BLOCKS;
+    const int64_t at = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, item = at / each;
+    if (item >= items) return;
+    const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS, n = p.slots ? p.slots : 1;
+    const int32_t *places = p.plan.place + item * n;
+    const int64_t row = p.slots ? item : places[0];
+    if (row < 0) return;
+    float v[IMAGE_BLOCKS][4];
+#pragma unroll
+    for (int i = 0; i < IMAGE_BLOCKS; i++)
+        load_row4(p.x + row * p.k, (kb0 + i) * 128 + lane * 4, p.k, v[i]);
+#pragma unroll
+    for (int i = 0; i < IMAGE_BLOCKS; i++)
+        if (kb0 + i < n_kb) image_block<E4M3>(p, kb0 + i, places, n, v[i]);
+}
+
 static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3, int64_t n)
 {
-    const dim3 grid((unsigned)n, (unsigned)cuda_ceil(p->kp / 128, WARPS));
+    const int64_t warps = n * cuda_ceil(p->kp / 128, IMAGE_BLOCKS);
+    const unsigned blocks = (unsigned)cuda_ceil(warps, WARPS);
     if (e4m3)
-        image_kernel<true><<<grid, THREADS, 0, s->cu>>>(*p);
+        image_kernel<true><<<blocks, THREADS, 0, s->cu>>>(*p, n);
     else
-        image_kernel<false><<<grid, THREADS, 0, s->cu>>>(*p);
+        image_kernel<false><<<blocks, THREADS, 0, s->cu>>>(*p, n);
 }
 
 /* The first block sorts; the others prepare the n_rows rows of x, which do not wait for that. */

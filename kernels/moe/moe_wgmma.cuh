@@ -3,14 +3,13 @@
  *
  * Plan     A block stays and goes from tile to tile: up to N pairs and 128 weight rows, 64 each of w1 and w3
  *          or 128 of w2. One thread keeps a ring of stages of 128 k filled by the copy engine: stored weights,
- *          and prepared rows of x as they lie (see below). Two warpgroups of consumers have 64 of the weight
- *          rows each: they make operand A in registers, once for all pairs of the tile, and multiply as many
- *          columns as the tile has, rounded up. The producer is ahead, so that a tile's first stages come
- *          while the last one's results go out; the second group of consumers begins a stage late, so that
- *          one multiplies while the other rounds.
- * Shares   What binds many pairs by their codes is the way of x from L2 (24 KB a stage for 768 cycles of the
- *          matrix unit), then shared memory: so two blocks with neighbouring weight rows are a cluster, each
- *          fetching half of x for both.
+ *          and prepared rows of x as they lie (see below). A warp looks up what else a tile takes from memory
+ *          (struct wg_tell). Two warpgroups of consumers have 64 of the weight rows each: they make operand A
+ *          in registers, once for all pairs of the tile, and multiply as many columns as the tile has,
+ *          rounded up. Both are a tile or so ahead, so that a consumer never waits for memory itself.
+ * Chain    With two warps to a scheduler it is a consumer's own chain that binds, not the matrix unit. So by
+ *          codes 64 columns are added up while the next ones are under way, and the next stage's codes are
+ *          fetched before the last ones are done.
  * Rows     Of w1 and w3, each consumer thread has the same ones, so that it has a pair's gate and up.
  * Images   x lies as stages want it: pieces of 128 bytes of each pair's row, [piece][place], in wgmma's
  *          swizzle by place % 8. An expert's first place is a multiple of 8 (moe_plan.align).
@@ -33,9 +32,6 @@
 #include "kernels/moe/moe_product.cuh"
 
 enum { WG = 128 /* threads */, WG_CONSUMERS = 2, WG_THREADS = WG * (WG_CONSUMERS + 1), WG_M = 128 };
-#ifndef MOE_CODES_CLUSTER
-#define MOE_CODES_CLUSTER 2
-#endif
 
 /* Sums a thread has of N columns, rounded up to 32. */
 #define WG_SUMS(N) (((N) + 31) / 32 * 16)
@@ -53,12 +49,10 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         SCALES_AT = X_BYTES + WG_M * ROW,
         X_SCALES_AT = SCALES_AT + SCALE_BYTES,
         STAGE = (X_SCALES_AT + (E4M3 ? N * 2 : 0) + 1023) / 1024 * 1024,
-        PER_SM = N > 32 ? 1 : 2,                       /* blocks meant to share a multiprocessor */
-        PAIR = N > 32 && E4M3 ? MOE_CODES_CLUSTER : 1, /* blocks that share x, as a cluster */
+        PER_SM = N > 32 ? 1 : 2, /* blocks meant to share a multiprocessor */
 
-        STEP = N > 32 ? 16 : 8, /* pairs whose results go out at a time */
-        OUT_LD = 64 + 8,
-        OTHER = 1024 + 1024 + WG_CONSUMERS * (STEP * OUT_LD * 2 + COLUMNS * 4) + 512,
+        OTHER =
+            1024 + 1024 + WG_CONSUMERS * WG / 32 * 512 + 2 * (16 + COLUMNS * 4 + WG_M * 8) + 256,
         ROOM = (228 * 1024 / PER_SM - OTHER) / STAGE,
         S = ROOM < 8 ? ROOM : 8, /* stages */
         BYTES = S * STAGE + 1024,
@@ -101,20 +95,6 @@ template <int S> static __device__ __forceinline__ void wg_next(struct wg_ring *
     if (++r->slot == S) r->slot = 0, r->phase ^= 1;
 }
 
-/* What a block does: an item is a tile and PAIR neighbouring parts of the weight rows. */
-template <int PAIR> static __device__ __forceinline__ int wg_first_item(void)
-{
-    return (int)blockIdx.x / PAIR;
-}
-template <int PAIR> static __device__ __forceinline__ int wg_item_step(void)
-{
-    return (int)gridDim.x / PAIR;
-}
-template <int PAIR> static __device__ __forceinline__ int wg_rank(void)
-{
-    return PAIR > 1 ? cluster_rank() : 0;
-}
-
 /* Rows g and g + 8 of a consumer thread among the 128 of a stage: a group has 32 of each matrix, or 64. */
 static __device__ __forceinline__ int wg_place(bool up, int group, int m)
 {
@@ -122,23 +102,32 @@ static __device__ __forceinline__ int wg_place(bool up, int group, int m)
     return up ? m * 64 + group * 32 + warp * 8 + g : group * 64 + warp * 16 + m * 8 + g;
 }
 
-/* ------------------------------------------------------------------ the producer */
+/* What a warp looks up for the consumers, two tiles in turn. */
+template <int N> struct alignas(16) wg_tell {
+    float weight[N];   /* up: of the pairs */
+    float post[WG_M];  /* what sums of a row are multiplied with at the end */
+    int32_t top[WG_M]; /* mxfp4, e4m3 */
+    struct moe_tile tile;
+};
+struct wg_told {
+    uint64_t *there, *read; /* [2] */
+    int slot;
+    uint32_t phase;
+};
+
+/* ------------------------------------------------------------------ producers */
 
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void
 wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ring r, int row_tiles)
 {
     using S = wg_shape<F, E4M3, N>;
-    const int items = p.plan.max_tiles * row_tiles, n_kb = p.kp / 128, rank = wg_rank<S::PAIR>();
-    for (int at = wg_first_item<S::PAIR>(); at < items; at += wg_item_step<S::PAIR>()) {
+    const int items = p.plan.max_tiles * row_tiles, n_kb = p.kp / 128;
+    for (int at = blockIdx.x; at < items; at += gridDim.x) {
         const struct moe_tile tile = p.plan.tiles[at / row_tiles];
         if (tile.n == 0) break;
-        const int part = at % row_tiles * S::PAIR + rank, rows = (tile.n + 7) / 8 * 8;
+        const int part = at % row_tiles, rows = (tile.n + 7) / 8 * 8;
         const int w_row[2] = {part * (p.up ? 64 : 128), part * (p.up ? 64 : 128) + (p.up ? 0 : 64)};
-        const int half = (rows / 8 + 1) / 2 * 8, x_row = rank * half,
-                  x_rows = S::PAIR == 1 ? rows
-                           : rank       ? rows - half
-                                        : half;
         for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(&r)) {
             uint8_t *to = r.at + r.slot * S::STAGE;
             uint64_t *full = r.full + r.slot;
@@ -156,17 +145,12 @@ wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ri
                     stack_load(to + S::SCALES_AT + i * 64 * 16, scale, full, kb * S::SCALES,
                                w_row[i], tile.expert);
             }
-            const int64_t row = tile.first + x_row;
 #pragma unroll
-            for (int i = 0; i < S::PIECES; i++) {
-                const uint8_t *from =
-                    p.image + ((int64_t)(kb * S::PIECES + i) * p.plan.room + row) * 128;
-                uint8_t *x = to + (i * N + x_row) * 128;
-                if (S::PAIR == 1)
-                    bulk_load(x, from, x_rows * 128, full);
-                else if (x_rows > 0)
-                    bulk_load_to(x, from, x_rows * 128, full, (1 << S::PAIR) - 1);
-            }
+            for (int i = 0; i < S::PIECES; i++)
+                bulk_load(to + i * N * 128,
+                          p.image +
+                              ((int64_t)(kb * S::PIECES + i) * p.plan.room + tile.first) * 128,
+                          rows * 128, full);
             if (E4M3)
                 bulk_load(to + S::X_SCALES_AT,
                           p.image_scale + (int64_t)kb * p.plan.room + tile.first, rows * 2, full);
@@ -174,8 +158,47 @@ wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ri
     }
 }
 
+/* By one warp. */
+template <enum kern_wfmt F, bool E4M3, int N>
+static __device__ __forceinline__ void wg_look_up(const struct moe_product &p, struct wg_told t,
+                                                  struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *to,
+                                                  int row_tiles)
+{
+    const int lane = threadIdx.x % 32, items = p.plan.max_tiles * row_tiles;
+    for (int at = blockIdx.x; at < items; at += gridDim.x) {
+        const struct moe_tile tile = p.plan.tiles[at / row_tiles];
+        const int part = at % row_tiles;
+        auto *out = to + t.slot;
+        bar_wait(t.read + t.slot, t.phase ^ 1);
+        for (int i = lane; i < WG_M; i += 32) {
+            const struct moe_matrix &m = p.up && i >= 64 ? p.b : p.a;
+            const struct cuda_weight *w = &m.w[tile.expert];
+            const int row = p.up ? part * 64 + i % 64 : part * WG_M + i,
+                      there = row < p.rows ? row : p.rows - 1;
+            float post = E4M3 ? 1.0f : DEV_E2M1_POST;
+            if (E4M3 && F == KERN_W_MXFP4) {
+                out->top[i] = cuda_row_tops(w->scale, p.rows, p.k)[there];
+                post = dev_mxfp4_unit(out->top[i]);
+            }
+            if (F == KERN_W_NVFP4) post *= w->scale2;
+            out->post[i] = moe_nan_rows(m, w, p.rows, p.k)[there] ? NAN : post;
+        }
+        for (int i = lane; i < tile.n && p.up; i += 32)
+            out->weight[i] = p.weights[p.plan.order[tile.first + i]];
+        if (lane == 0) out->tile = tile;
+        __syncwarp();
+        if (lane == 0) bar_arrive(t.there + t.slot);
+        if (tile.n == 0) break;
+        t.slot ^= 1, t.phase ^= t.slot ^ 1;
+    }
+}
+
 /* ------------------------------------------------------------------ consumers */
 
+static __device__ __forceinline__ uint32_t wg_word(const uint4 &v, int i)
+{
+    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
+}
 /* A thread's scales of its two rows for the next stages, from the 16 bytes that each row has in this one: a
  * byte (mxfp4) or two (nvfp4) a stage, the next ones lowest. */
 template <class S>
@@ -190,16 +213,11 @@ static __device__ __forceinline__ void wg_scales(const uint8_t *stage, const int
         out[m] = __byte_perm(__byte_perm(v.x, v.y, at), __byte_perm(v.z, v.w, at), 0x5410);
     }
 }
-static __device__ __forceinline__ uint32_t wg_word(const uint4 &v, int i)
+/* This warp is done with a slot. */
+static __device__ __forceinline__ void wg_release(uint64_t *empty)
 {
-    return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
-}
-static __device__ __forceinline__ void wg_release(struct wg_ring *r, int pair)
-{
-    const int lane = threadIdx.x % 32;
     __syncwarp();
-    if (pair > 1 && lane < pair) bar_arrive_at(r->empty + r->slot, lane);
-    if (pair == 1 && lane == 0) bar_arrive(r->empty + r->slot);
+    if (threadIdx.x % 32 == 0) bar_arrive(empty);
 }
 
 /* What a consumer thread knows of its two rows in a tile. */
@@ -211,16 +229,37 @@ struct wg_rows {
 
 /* ------------------------------------------------------------------ consumers: e4m3 */
 
+/* What is fetched of a stage before its operands are made: mxfp4's codes, and scales for it and stages after. */
+struct wg_codes {
+    uint4 v[2];
+    uint32_t scales[2];
+};
+template <class S, enum kern_wfmt F>
+static __device__ __forceinline__ void wg_fetch(const struct wg_ring &r, const struct wg_rows &rows,
+                                                int kb, struct wg_codes *codes)
+{
+    const uint8_t *at = r.at + r.slot * S::STAGE;
+    bar_wait(r.full + r.slot, r.phase);
+    __syncwarp(); /* whole warps go on */
+    if constexpr (F == KERN_W_MXFP4) {
+#pragma unroll
+        for (int m = 0; m < 2; m++)
+            codes->v[m] =
+                *(const uint4 *)(at + S::X_BYTES + rows.place[m] * S::ROW + threadIdx.x % 4 * 16);
+        if (kb % S::AHEAD == 0) wg_scales<S>(at, rows.place, codes->scales);
+    }
+}
+
 /* Operands of a stage's four instructions. */
 template <class S, enum kern_wfmt F>
 static __device__ __forceinline__ void wg_operands(const uint8_t *stage, const struct wg_rows &rows,
-                                                   uint32_t (&scales)[2], uint32_t (&a)[4][4])
+                                                   struct wg_codes *codes, uint32_t (&a)[4][4])
 {
     const int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        const uint8_t *at = stage + S::X_BYTES + rows.place[m] * S::ROW;
-        if (F == KERN_W_FP8) { /* in the copy engine's swizzle */
+        if constexpr (F == KERN_W_FP8) { /* in the copy engine's swizzle */
+            const uint8_t *at = stage + S::X_BYTES + rows.place[m] * S::ROW;
             const uint4 v[2] = {*(const uint4 *)(at + ((2 * c) ^ g) * 16),
                                 *(const uint4 *)(at + ((2 * c + 1) ^ g) * 16)};
 #pragma unroll
@@ -228,12 +267,11 @@ static __device__ __forceinline__ void wg_operands(const uint8_t *stage, const s
                 a[i][m] = wg_word(v[i / 2], i % 2 * 2),
                 a[i][2 + m] = wg_word(v[i / 2], i % 2 * 2 + 1);
         } else {
-            const uint4 v = *(const uint4 *)(at + c * 16);
-            const uint2 table = dev_mxfp4_table_at(rows.table[m], scales[m] & 255);
-            scales[m] >>= 8;
+            const uint2 table = dev_mxfp4_table_at(rows.table[m], codes->scales[m] & 255);
+            codes->scales[m] >>= 8;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                dev_e2m1x8_e4m3(wg_word(v, i), table, &a[i][m], &a[i][2 + m]);
+                dev_e2m1x8_e4m3(wg_word(codes->v[m], i), table, &a[i][m], &a[i][2 + m]);
         }
     }
 }
@@ -248,17 +286,21 @@ static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint6
     for (int i = 0; i < 4; i++) wgmma_e4m3(sum, a[i], x + first * 8 + 2 * i, i > 0);
     wgmma_commit();
 }
-/* total += sum, times the scales of its columns (scale: of this thread's first two) and rows. */
-template <enum kern_wfmt F, int W, int N>
+/* total += sum, times the scales of its columns (of this thread's first two on) and rows, once at most LEFT
+ * groups are under way. */
+template <enum kern_wfmt F, int W, int N, int LEFT>
 static __device__ __forceinline__ void wg_add(float (&sum)[W / 2], const uint32_t *scale,
                                               const float (&w)[2], int first,
                                               float (&total)[WG_SUMS(N)])
 {
+    uint32_t two[W / 8]; /* bf16 */
+#pragma unroll
+    for (int i = 0; i < W / 8; i++) two[i] = scale[first / 2 + i * 4];
+    wgmma_wait<LEFT>();
     wgmma_pin(sum);
 #pragma unroll
     for (int i = 0; i < W / 8; i++) {
-        const uint32_t two = scale[first / 2 + i * 4]; /* bf16 */
-        const float x = kern_float(two << 16), y = kern_float(two & 0xffff0000u);
+        const float x = kern_float(two[i] << 16), y = kern_float(two[i] & 0xffff0000u);
         float *t = total + first / 2 + i * 4;
         const float *s = sum + i * 4;
         if (F == KERN_W_FP8) {
@@ -272,7 +314,7 @@ static __device__ __forceinline__ void wg_add(float (&sum)[W / 2], const uint32_
 }
 
 /* All stages of a tile: FULL times 64 columns and TAIL. One piece of the columns is under way while the one
- * before is added up. */
+ * before is added up, and while the next stage's codes are fetched. */
 template <enum kern_wfmt F, int N, int FULL, int TAIL>
 static __device__ __forceinline__ void wg_consume(const struct moe_product &p, struct wg_ring *r,
                                                   const struct wg_rows &rows,
@@ -280,9 +322,11 @@ static __device__ __forceinline__ void wg_consume(const struct moe_product &p, s
 {
     using S = wg_shape<F, true, N>;
     const int n_kb = p.kp / 128;
-    uint32_t scales[2];
-    for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(r)) {
+    struct wg_codes codes;
+    wg_fetch<S, F>(*r, rows, 0, &codes);
+    for (int kb = 0; kb < n_kb; kb++) {
         const uint8_t *at = r->at + r->slot * S::STAGE;
+        uint64_t *empty = r->empty + r->slot;
         const uint64_t x = wgmma_rows(at);
         const uint32_t *scale = (const uint32_t *)(at + S::X_SCALES_AT) + threadIdx.x % 4;
         float w[2] = {1.0f, 1.0f}, sum[2][32], tail[TAIL / 2];
@@ -291,25 +335,18 @@ static __device__ __forceinline__ void wg_consume(const struct moe_product &p, s
             w[0] = moe_block_scale(p.a, rows.scale[0], 0, kb);
             w[1] = moe_block_scale(p.a, rows.scale[1], 0, kb);
         }
-        bar_wait(r->full + r->slot, r->phase);
-        __syncwarp(); /* whole warps go on */
-        if (S::SCALES > 0 && kb % S::AHEAD == 0) wg_scales<S>(at, rows.place, scales);
-        wg_operands<S, F>(at, rows, scales, a);
+        wg_operands<S, F>(at, rows, &codes, a);
 #pragma unroll
         for (int i = 0; i < FULL; i++) {
             wg_times<64>(a, x, i * 64, sum[i % 2]);
-            if (i == 0) continue;
-            wgmma_wait<1>();
-            wg_add<F, 64, N>(sum[(i + 1) % 2], scale, w, (i - 1) * 64, total);
+            if (i > 0) wg_add<F, 64, N, 1>(sum[(i + 1) % 2], scale, w, (i - 1) * 64, total);
         }
         wg_times<TAIL>(a, x, FULL * 64, tail);
-        if (FULL > 0) {
-            wgmma_wait<1>();
-            wg_add<F, 64, N>(sum[(FULL + 1) % 2], scale, w, (FULL - 1) * 64, total);
-        }
-        wgmma_wait<0>();
-        wg_add<F, TAIL, N>(tail, scale, w, FULL * 64, total);
-        wg_release(r, S::PAIR);
+        if (FULL > 0) wg_add<F, 64, N, 1>(sum[(FULL + 1) % 2], scale, w, (FULL - 1) * 64, total);
+        wg_next<S::S>(r);
+        if (kb + 1 < n_kb) wg_fetch<S, F>(*r, rows, kb + 1, &codes);
+        wg_add<F, TAIL, N, 0>(tail, scale, w, FULL * 64, total);
+        wg_release(empty);
     }
 }
 
@@ -397,7 +434,7 @@ static __device__ __forceinline__ void wg_widen(const struct moe_product &p, str
         }
         wgmma_wait<0>(); /* the other group multiplies meanwhile */
         wgmma_pin(total);
-        wg_release(r, S::PAIR);
+        wg_release(r->empty + r->slot);
     }
 }
 
@@ -425,104 +462,97 @@ static __device__ __forceinline__ float2 wg_round(float a, float b)
 {
     return __bfloat1622float2(__floats2bfloat162_rn(a, b));
 }
-
-/* Sums to results, STEP pairs at a time through tmp [STEP][OUT_LD], so that stores are whole lines. */
-template <enum kern_wfmt F, bool E4M3, int N, bool UP>
-static __device__ __forceinline__ void
-wg_store(const struct moe_product &p, const struct moe_tile &tile, int part, int group,
-         __nv_bfloat16 *tmp, const float *weight, const float (&total)[WG_SUMS(N)])
+static __device__ __forceinline__ uint32_t wg_pack(float a, float b)
 {
-    using S = wg_shape<F, E4M3, N>;
-    const int tid = threadIdx.x % WG, warp = tid / 32, g = tid % 32 / 4, c = tid % 4;
-    const int width = UP ? 32 : 64, col0 = (part * WG_CONSUMERS + group) * width;
-    const int left = p.rows - col0;
-    float post[2];
-    int row[2]; /* of this thread's two, from col0 on */
+    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+    uint32_t u;
+    memcpy(&u, &two, 4);
+    return u;
+}
+
+/* A warp's sums to results: up, 32 pairs at a time of its eight rows; down, 16 of its sixteen. They are turned
+ * in `tmp` [32] so that a thread has eight of one pair. */
+template <bool E4M3, int N, bool UP>
+static __device__ __forceinline__ void
+wg_store(const struct moe_product &p, const struct wg_tell<(N + 31) / 32 * 32> &told, int part,
+         int group, const int (&place)[2], uint4 *tmp, const float (&total)[WG_SUMS(N)])
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % WG / 32, c = lane % 4;
+    const float post[2] = {told.post[place[0]], told.post[place[1]]};
+    const int col = UP ? part * 64 + group * 32 + warp * 8
+                       : part * WG_M + group * 64 + warp * 16 + lane / 8 % 2 * 8;
+    const int pair = UP ? lane : lane / 16 * 8 + lane % 8;
+    uint16_t *out = p.out + (int64_t)(told.tile.first + pair) * p.rows + col;
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        const struct moe_matrix &a = UP && m ? p.b : p.a;
-        const struct cuda_weight *w = &a.w[tile.expert];
-        const uint8_t *nan_rows = moe_nan_rows(a, w, p.rows, p.k);
-        row[m] = UP ? warp * 8 + g : warp * 16 + m * 8 + g;
-        const int at = row[m] < left ? col0 + row[m] : p.rows - 1;
-        post[m] = E4M3 ? 1.0f : DEV_E2M1_POST;
-        if (E4M3 && F == KERN_W_MXFP4)
-            post[m] = dev_mxfp4_unit(cuda_row_tops(w->scale, p.rows, p.k)[at]);
-        if (F == KERN_W_NVFP4) post[m] *= w->scale2;
-        if (nan_rows[at]) post[m] = NAN;
-    }
-    uint16_t *out = p.out + (int64_t)tile.first * p.rows + col0;
+    for (int n0 = 0; n0 < N; n0 += UP ? 32 : 16) {
+        if (n0 >= told.tile.n) break;
+        uint32_t v[4];
 #pragma unroll
-    for (int n0 = 0; n0 < N; n0 += S::STEP) {
-        if (n0 >= tile.n) break;
-        wg_sync(group); /* tmp has been read, and weight written */
+        for (int j = 0; j < 4; j++) {
+            if (UP) {
+                const float *s = total + (n0 / 8 + j) * 4;
+                const float2 weight = *(const float2 *)(told.weight + n0 + j * 8 + c * 2);
+                float y[2];
 #pragma unroll
-        for (int i = 0; i < S::STEP / 8; i++)
-#pragma unroll
-            for (int e = 0; e < 2; e++) {
-                const float *v = total + (n0 / 8 + i) * 4;
-                const int n = i * 8 + c * 2 + e;
-                if (UP) {
-                    const float2 gu = wg_round(v[e] * post[0], v[2 + e] * post[1]);
-                    tmp[n * S::OUT_LD + row[0]] =
-                        __float2bfloat16_rn(dev_gate(gu.x, gu.y, p.limit) * weight[n0 + n]);
-                } else {
-                    tmp[n * S::OUT_LD + row[0]] = __float2bfloat16_rn(v[e] * post[0]);
-                    tmp[n * S::OUT_LD + row[1]] = __float2bfloat16_rn(v[2 + e] * post[1]);
+                for (int e = 0; e < 2; e++) {
+                    const float2 gu = wg_round(s[e] * post[0], s[2 + e] * post[1]);
+                    y[e] =
+                        E4M3 ? dev_gate_near(gu.x, gu.y, p.limit) : dev_gate(gu.x, gu.y, p.limit);
                 }
+                v[j] = wg_pack(y[0] * weight.x, y[1] * weight.y);
+            } else {
+                const float *s = total + (n0 / 8 + j / 2) * 4 + j % 2 * 2;
+                v[j] = wg_pack(s[0] * post[j % 2], s[1] * post[j % 2]);
             }
-        wg_sync(group);
-#pragma unroll 1
-        for (int i = tid; i < S::STEP * (width / 8); i += WG) {
-            const int n = i / (width / 8), col = i % (width / 8) * 8;
-            if (n0 + n < tile.n && col < left)
-                *(uint4 *)(out + (int64_t)(n0 + n) * p.rows + col) =
-                    *(const uint4 *)(tmp + n * S::OUT_LD + col);
         }
+        dev_store_matrix4_trans(tmp + lane, v);
+        __syncwarp();
+        if (n0 + pair < told.tile.n && col < p.rows)
+            *(uint4 *)(out + (int64_t)n0 * p.rows) = tmp[lane];
+        __syncwarp();
     }
 }
 
 /* A group of consumers. */
 template <enum kern_wfmt F, bool E4M3, int N>
-static __device__ __forceinline__ void wg_consume_all(const struct moe_product &p, struct wg_ring r,
-                                                      int row_tiles, int group, __nv_bfloat16 *tmp,
-                                                      float *weight)
+static __device__ __forceinline__ void
+wg_consume_all(const struct moe_product &p, struct wg_ring r, struct wg_told t,
+               const struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *told, int row_tiles, int group,
+               uint4 *tmp)
 {
-    using S = wg_shape<F, E4M3, N>;
-    const int tid = threadIdx.x % WG, items = p.plan.max_tiles * row_tiles,
-              rank = wg_rank<S::PAIR>();
-    bool begun = false;
-    for (int at = wg_first_item<S::PAIR>(); at < items; at += wg_item_step<S::PAIR>()) {
-        const struct moe_tile tile = wg_tile(p.plan, at / row_tiles);
-        const int part = at % row_tiles * S::PAIR + rank;
-        if (tile.n == 0) break;
-        wg_sync(group); /* weight has been read */
-        for (int i = tid; i < tile.n && p.up; i += WG)
-            weight[i] = p.weights[p.plan.order[tile.first + i]];
+    const int items = p.plan.max_tiles * row_tiles;
+    for (int at = blockIdx.x; at < items; at += gridDim.x) {
+        const auto &now = told[t.slot];
+        const int part = at % row_tiles;
+        bar_wait(t.there + t.slot, t.phase);
+        __syncwarp();
+        const int n = wg_uniform(now.tile.n);
+        if (n == 0) break;
         struct wg_rows rows;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             rows.place[m] = wg_place(p.up, group, m);
-            const struct cuda_weight *w = &(p.up && m ? p.b.w : p.a.w)[tile.expert];
-            const int row = p.up ? part * 64 + rows.place[m] % 64 : part * WG_M + rows.place[m],
-                      there = row < p.rows ? row : p.rows - 1;
-            if (E4M3 && F == KERN_W_FP8) rows.scale[m] = w->scale + there / 128 * p.a.scale_bytes;
-            if (E4M3 && F == KERN_W_MXFP4)
-                rows.table[m] = dev_mxfp4_table(cuda_row_tops(w->scale, p.rows, p.k)[there]);
+            if (E4M3 && F == KERN_W_FP8) {
+                const int row = p.up ? part * 64 + rows.place[m] % 64 : part * WG_M + rows.place[m],
+                          there = row < p.rows ? row : p.rows - 1;
+                rows.scale[m] = (p.up && m ? p.b.w : p.a.w)[now.tile.expert].scale +
+                                there / 128 * p.a.scale_bytes;
+            }
+            if (E4M3 && F == KERN_W_MXFP4) rows.table[m] = dev_mxfp4_table(now.top[rows.place[m]]);
         }
-        if (!begun && group == 1 && p.kp / 128 > 1) bar_wait(r.full + 1, 0);
-        begun = true;
         float total[WG_SUMS(N)];
 #pragma unroll
         for (int i = 0; i < WG_SUMS(N); i++) total[i] = 0.0f;
         if constexpr (E4M3)
-            wg_consume_tile<F, N>(p, &r, rows, tile.n, total);
+            wg_consume_tile<F, N>(p, &r, rows, n, total);
         else
-            wg_widen_tile<F, N>(p, &r, rows, tile.n, total);
+            wg_widen_tile<F, N>(p, &r, rows, n, total);
         if (p.up)
-            wg_store<F, E4M3, N, true>(p, tile, part, group, tmp, weight, total);
+            wg_store<E4M3, N, true>(p, now, part, group, rows.place, tmp, total);
         else
-            wg_store<F, E4M3, N, false>(p, tile, part, group, tmp, weight, total);
+            wg_store<E4M3, N, false>(p, now, part, group, rows.place, tmp, total);
+        wg_release(t.read + t.slot);
+        t.slot ^= 1, t.phase ^= t.slot ^ 1;
     }
 }
 
@@ -533,32 +563,32 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
 {
     using S = wg_shape<F, E4M3, N>;
     extern __shared__ __align__(16) uint8_t shared[];
-    __shared__ uint64_t full[S::S], empty[S::S];
-    __shared__ __align__(16) __nv_bfloat16 tmp[WG_CONSUMERS][S::STEP * S::OUT_LD];
-    __shared__ float weight[WG_CONSUMERS][S::COLUMNS];
+    __shared__ uint64_t full[S::S], empty[S::S], there[2], read[2];
+    __shared__ __align__(16) uint4 tmp[WG_CONSUMERS * WG];
+    __shared__ __align__(16) struct wg_tell<S::COLUMNS> told[2];
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::S; i++) {
             bar_init(full + i, 1);
-            bar_init(empty + i, S::PAIR * WG_CONSUMERS * WG / 32);
+            bar_init(empty + i, WG_CONSUMERS * WG / 32);
         }
+        for (int i = 0; i < 2; i++)
+            bar_init(there + i, 1), bar_init(read + i, WG_CONSUMERS * WG / 32);
         bar_init_done();
     }
-    if (S::PAIR > 1)
-        cluster_meet();
-    else
-        __syncthreads();
+    __syncthreads();
     struct wg_ring r = {shared, full, empty, 0, 0};
+    const struct wg_told t = {there, read, 0, 0};
     r.at += (1024 - dev_shared(shared) % 1024) % 1024;
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group == WG_CONSUMERS) {
         if (N > 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x % WG == 0) wg_produce<F, E4M3, N>(p, maps, r, row_tiles);
-        __syncwarp();
+        const int warp = wg_uniform((int)threadIdx.x % WG / 32);
+        if (warp == 0 && threadIdx.x % 32 == 0) wg_produce<F, E4M3, N>(p, maps, r, row_tiles);
+        if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, row_tiles);
     } else {
         if (N > 32) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        wg_consume_all<F, E4M3, N>(p, r, row_tiles, group, tmp[group], weight[group]);
+        wg_consume_all<F, E4M3, N>(p, r, t, told, row_tiles, group, tmp + threadIdx.x / 32 * 32);
     }
-    if (S::PAIR > 1) cluster_meet(); /* a block must be there while the other one writes to it */
 }
 #else
 template <enum kern_wfmt F, bool E4M3, int N>
@@ -577,28 +607,17 @@ static int wg_launch(struct kern_stream *s, const struct moe_product *p)
         const struct moe_matrix *m = i ? &p->b : &p->a;
         if (!cuda_stack_map(&maps.codes[i], m->data, p->rows, m->row_bytes, m->row_bytes,
                             p->n_experts, m->data_step, 64, S::ROW))
-            return TOW_EINVAL;
+            return TOW_EDEVICE;
         if (S::SCALES > 0 && !cuda_stack_map(&maps.scales[i], m->scale, p->rows, m->scale_bytes,
                                              m->scale_bytes, p->n_experts, m->scale_step, 64, 16))
-            return TOW_EINVAL;
+            return TOW_EDEVICE;
     }
-    const int row_tiles = (int)cuda_ceil(p->rows, (p->up ? 64 : WG_M) * S::PAIR);
-    const int64_t items = (int64_t)p->plan.max_tiles * row_tiles,
-                  most = s->n_sm * S::PER_SM / S::PAIR;
+    const int row_tiles = (int)cuda_ceil(p->rows, p->up ? 64 : WG_M);
+    const int64_t items = (int64_t)p->plan.max_tiles * row_tiles, most = s->n_sm * S::PER_SM;
     if (items > INT32_MAX / 2) return TOW_EINVAL;
     CUDA_SHARED((wg_kernel<F, E4M3, N>), S::BYTES);
-    cudaLaunchAttribute attr = {};
-    attr.id = cudaLaunchAttributeClusterDimension;
-    attr.val.clusterDim.x = S::PAIR;
-    attr.val.clusterDim.y = attr.val.clusterDim.z = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = dim3((unsigned)(items < most ? items : most) * S::PAIR);
-    c.blockDim = dim3(WG_THREADS);
-    c.dynamicSmemBytes = S::BYTES;
-    c.stream = s->cu;
-    c.attrs = &attr;
-    c.numAttrs = S::PAIR > 1 ? 1 : 0;
-    cudaLaunchKernelEx(&c, wg_kernel<F, E4M3, N>, *p, maps, row_tiles);
+    wg_kernel<F, E4M3, N><<<(unsigned)(items < most ? items : most), WG_THREADS, S::BYTES, s->cu>>>(
+        *p, maps, row_tiles);
     return cuda_done(s, "moe");
 }
 
