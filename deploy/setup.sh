@@ -1,6 +1,7 @@
 # Sourced by demo.sh, test.sh and .ci/run: puts in place what a build, the tests or the fuzzers need.
 #
-# setup_packages build|fuzz    compilers and libraries, by apt-get as root; else one line says what to install
+# setup_packages build|test|root|fuzz    compilers and libraries, by apt-get as root; else one line says what to install;
+#                              root: what only tests that root runs need
 # setup_venv                   Python clients of the tests in .venv; without PyPI one line says what is skipped
 #
 # Nothing is asked of the network when everything is there already.
@@ -21,6 +22,7 @@ build libxxhash-dev inc:xxhash.h
 build libucx-dev inc:ucp/api/ucp.h
 build libsystemd-dev inc:systemd/sd-daemon.h
 test libcmocka-dev inc:cmocka.h
+root iproute2 cmd:ip
 fuzz clang cmd:clang
 T
 }

@@ -106,7 +106,10 @@ def outside():
 
 def remove(*names):
     for name in names:
-        subprocess.run(["ip", "netns", "del", name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            subprocess.run(["ip", "netns", "del", name], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        except OSError:  # no 'ip' here: then there are no namespaces of ours either
+            return
 
 
 if __name__ == "__main__":
