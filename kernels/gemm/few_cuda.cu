@@ -12,9 +12,10 @@
  * Products of many tiles: as many blocks of threads as fit the machine, each with several tiles, whose
  * loads go on across the end of one tile into the next.
  * A small x (one row, or a few short ones) is quantized by each block of threads for itself, into shared
- * memory and while its first weights are on their way: that takes less time than another launch. Several
- * products of such rows are one launch, each with its share of the blocks of threads, and a norm or a rotation
- * before them is made on that way too.
+ * memory and while its first weights are on their way: that takes less time than another launch.
+ * Several products of the same rows, up to eight, are one launch, each with its share of the blocks of
+ * threads; a norm or a rotation of a small x before them is made on that way too. To ask for the weights of
+ * all tiles at the begin (prefetch to the second-level cache) made them slower.
  */
 #include "kernels/cuda/quant.cuh"
 #include "kernels/cuda/row.cuh"
@@ -187,26 +188,42 @@ own_rows(const struct cuda_product &p, const uint16_t *x, int32_t T, int kw, int
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, shift = __ffs(kw) - 1;
     const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
     const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw;
+    const auto k_of = [&](int32_t e) {
+        return ((e >> shift) * (kw * ks) + my_k0 + (e & (kw - 1))) * SPAN + 4 * lane;
+    };
+    const auto put = [&](int32_t t, int32_t k, float v[4]) {
+        own_change<HOW>(p, c, squares, t, k, v);
+        if (p.aq == KERN_AQ_A128) dev_quant4_a128(v);
+        if (k < width) *(uint2 *)(to + t * ld + k) = dev_pack4(v);
+    };
+    if (T == 1 && p.by_fours &&
+        p.K % SPAN == 0) { /* a step of decode: nothing to find out by span */
 #pragma unroll 1
-    for (int32_t i0 = warp; i0 < T * mine; i0 += WARPS * AT_ONCE) {
-        float v[AT_ONCE][4];
-        int32_t t[AT_ONCE], k[AT_ONCE];
+        for (int32_t e0 = warp; e0 < mine; e0 += WARPS * AT_ONCE) {
+            uint2 u[AT_ONCE];
 #pragma unroll
-        for (int b = 0; b < AT_ONCE; b++) {
-            const int32_t i = i0 + b * WARPS;
-            t[b] = i / mine;
-            const int32_t e = i - t[b] * mine;
-            k[b] = ((e >> shift) * (kw * ks) + my_k0 + (e & (kw - 1))) * SPAN + 4 * lane;
-            if (t[b] < T)
-                dev_load4(x, KERN_BF16, t[b] * p.ld_x + k[b], k[b], p.K, p.by_fours, v[b]);
-        }
+            for (int b = 0; b < AT_ONCE; b++) {
+                const int32_t k = k_of(e0 + b * WARPS);
+                u[b] = make_uint2(0, 0);
+                if (k < p.K) u[b] = *(const uint2 *)(x + k);
+            }
 #pragma unroll
-        for (int b = 0; b < AT_ONCE; b++) {
-            if (t[b] >= T) break;
-            own_change<HOW>(p, c, squares, t[b], k[b], v[b]);
-            if (p.aq == KERN_AQ_A128) dev_quant4_a128(v[b]);
-            if (k[b] < width) *(uint2 *)(to + t[b] * ld + k[b]) = dev_pack4(v[b]);
+            for (int b = 0; b < AT_ONCE; b++) {
+                const int32_t k = k_of(e0 + b * WARPS);
+                if (k >= p.K) continue;
+                float v[4] = {kern_float(u[b].x << 16), kern_float(u[b].x & 0xffff0000u),
+                              kern_float(u[b].y << 16), kern_float(u[b].y & 0xffff0000u)};
+                put(0, k, v);
+            }
         }
+        return;
+    }
+#pragma unroll 1
+    for (int32_t i = warp; i < T * mine; i += WARPS) {
+        const int32_t t = i / mine, k = k_of(i - t * mine);
+        float v[4];
+        dev_load4(x, KERN_BF16, t * p.ld_x + k, k, p.K, p.by_fours, v);
+        put(t, k, v);
     }
 }
 
@@ -567,7 +584,7 @@ struct set {
     struct change change;
 };
 
-template <enum before HOW>
+template <bool OWN, enum before HOW>
 static __global__ void __launch_bounds__(THREADS, 2)
     set_kernel(const __grid_constant__ struct set a)
 {
@@ -591,26 +608,38 @@ static __global__ void __launch_bounds__(THREADS, 2)
             asm volatile("prefetch.global.L2 [%0];" ::"l"((const uint8_t *)a.change.w.data + b));
     }
     switch (part.fmt) {
-    case KERN_W_FP8: few_tiles<KERN_W_FP8, 1, true, HOW>(part.p, sh, a.change); break;
-    case KERN_W_BF16: few_tiles<KERN_W_BF16, 1, true, HOW>(part.p, sh, a.change); break;
-    default: few_tiles<KERN_W_F32, 1, true, HOW>(part.p, sh, a.change); break;
+    case KERN_W_FP8: few_tiles<KERN_W_FP8, 1, OWN, HOW>(part.p, sh, a.change); break;
+    case KERN_W_BF16: few_tiles<KERN_W_BF16, 1, OWN, HOW>(part.p, sh, a.change); break;
+    default: few_tiles<KERN_W_F32, 1, OWN, HOW>(part.p, sh, a.change); break;
     }
 }
 
 bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p)
 {
     const bool known = fmt == KERN_W_FP8 || fmt == KERN_W_BF16 || fmt == KERN_W_F32;
-    return known && p->aq != KERN_AQ_NVFP4 && p->T <= 8 &&
-           (int64_t)p->T * p->K <= CUDA_SET_ELEMENTS;
+    return known && p->aq != KERN_AQ_NVFP4 && p->T <= 8;
 }
 bool cuda_set_fits(const struct cuda_set *a)
 {
     const struct cuda_product *p = &a->p[0];
     for (int i = 1; i < a->n; i++)
         if (a->p[i].K != p->K) return false;
-    if (a->norm) return p->groups == 1;
-    if (a->rope) return a->rope->d % 4 == 0 && a->rope->rd % 4 == 0 && p->K % a->rope->d == 0;
+    if (a->norm) return a->own && p->groups == 1;
+    if (a->rope)
+        return a->own && a->rope->d % 4 == 0 && a->rope->rd % 4 == 0 && p->K % a->rope->d == 0;
     return true;
+}
+
+template <enum kern_wfmt F> static int set_held(bool own, int32_t n_blocks, int all_k, size_t one)
+{
+    return own ? held_of<F, 1, true>(n_blocks, all_k, one)
+               : held_of<F, 1, false>(n_blocks, all_k, one);
+}
+template <bool OWN, enum before HOW>
+static void launch_set(struct kern_stream *s, const struct set &a, unsigned blocks, size_t bytes)
+{
+    CUDA_SHARED((set_kernel<OWN, HOW>), 99 * 1024);
+    launch_few(s, set_kernel<OWN, HOW>, dim3(blocks), a.ks, bytes, cuda_early_launches, a);
 }
 
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
@@ -632,6 +661,7 @@ void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
            all * a.ks * 2 <= room)
         a.ks *= 2;
     const size_t one = (size_t)rw * (size_t)first->T * COL_LD * sizeof(float);
+    const int all_k = a.kw * a.ks;
     int64_t all_bytes = 0, blocks = 0;
     for (int i = 0; i < a.n; i++) all_bytes += from->p[i].N * from->p[i].row_bytes;
     int most_held = 0;
@@ -640,10 +670,9 @@ void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
         q->p = from->p[i];
         q->fmt = from->fmt[i];
         q->tiles = (int32_t)cuda_ceil(q->p.N, ROWS * rw);
-        q->held = q->fmt == KERN_W_FP8 ? held_of<KERN_W_FP8, 1, true>(n_blocks, a.kw * a.ks, one)
-                  : q->fmt == KERN_W_BF16
-                      ? held_of<KERN_W_BF16, 1, true>(n_blocks, a.kw * a.ks, one)
-                      : held_of<KERN_W_F32, 1, true>(n_blocks, a.kw * a.ks, one);
+        q->held = q->fmt == KERN_W_FP8    ? set_held<KERN_W_FP8>(from->own, n_blocks, all_k, one)
+                  : q->fmt == KERN_W_BF16 ? set_held<KERN_W_BF16>(from->own, n_blocks, all_k, one)
+                                          : set_held<KERN_W_F32>(from->own, n_blocks, all_k, one);
         if (q->held > most_held) most_held = q->held;
         /* All blocks of threads at once, each product with its part of the bytes. */
         const int64_t part = room * (q->p.N * q->p.row_bytes) / (all_bytes * groups * a.ks);
@@ -664,16 +693,15 @@ void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
         a.change.rd = from->rope->rd;
         a.change.sign = from->rope->inverse ? -1.0f : 1.0f;
     }
-    const size_t bytes = few_bytes(first->K, first->T, rw, most_held, one, true, from->norm);
-    const dim3 grid((unsigned)blocks);
-    CUDA_SHARED(set_kernel<AS_THEY_ARE>, 99 * 1024);
-    CUDA_SHARED(set_kernel<NORMED>, 99 * 1024);
-    CUDA_SHARED(set_kernel<TURNED>, 99 * 1024);
-    launch_few(s,
-               from->norm   ? set_kernel<NORMED>
-               : from->rope ? set_kernel<TURNED>
-                            : set_kernel<AS_THEY_ARE>,
-               grid, a.ks, bytes, cuda_early_launches, a);
+    const size_t bytes = few_bytes(first->K, first->T, rw, most_held, one, from->own, from->norm);
+    if (!from->own)
+        launch_set<false, AS_THEY_ARE>(s, a, (unsigned)blocks, bytes);
+    else if (from->norm)
+        launch_set<true, NORMED>(s, a, (unsigned)blocks, bytes);
+    else if (from->rope)
+        launch_set<true, TURNED>(s, a, (unsigned)blocks, bytes);
+    else
+        launch_set<true, AS_THEY_ARE>(s, a, (unsigned)blocks, bytes);
 }
 
 /* What the formats of a model's dense products are given. */

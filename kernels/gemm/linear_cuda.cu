@@ -174,9 +174,36 @@ static bool scales_fit(const struct kern_weight *w)
     return !(w->fmt == KERN_W_MXFP4 && w->sfmt != KERN_S_UE8M0) &&
            !(w->fmt == KERN_W_NVFP4 && w->sfmt != KERN_S_E4M3);
 }
+/* Rows of bf16 can be read as they are. */
+static bool is_readable(const struct kern_linear *p)
+{
+    return (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
+           p->ld_x < (int64_t)1 << 30;
+}
 static bool is_plain(const struct kern_linear *p)
 {
     return p->x_dtype != KERN_BF16 || (p->round_w && weight_rounds(&p->w));
+}
+
+/* Its rows in scratch, aligned, padded and quantized; NULL: no memory. */
+static uint16_t *quantized(struct kern_stream *s, const struct kern_linear *p)
+{
+    const int32_t Kp = cuda_row_width(p->K);
+    uint16_t *rows =
+        (uint16_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
+    if (!rows) return NULL;
+    const struct cuda_quant q = {
+        p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
+        NULL, NULL,       rows,    Kp,   false,     false};
+    cuda_quant_rows(s, &q);
+    return rows;
+}
+static void reads(struct cuda_product *c, const uint16_t *rows)
+{
+    const int32_t Kp = cuda_row_width(c->K);
+    c->x = rows;
+    c->ld_x = (int64_t)c->groups * Kp;
+    c->x_group = c->Kx = Kp;
 }
 
 extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
@@ -187,8 +214,7 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     if (is_plain(p)) return linear_plain(s, p);
 
     struct cuda_product c = product_of(p);
-    const bool fit = (uintptr_t)p->x % 16 == 0 && p->ld_x % 8 == 0 && p->K % 8 == 0 &&
-                     p->ld_x < (int64_t)1 << 30;
+    const bool fit = is_readable(p);
     if (cuda_codes_fits(s, w->fmt, &c) ||
         (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
          (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c))))
@@ -199,16 +225,9 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
             (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
     c.after_quant = !c.own && (p->aq != KERN_AQ_NONE || !fit);
     if (c.after_quant) {
-        const int32_t Kp = cuda_row_width(p->K);
-        void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
+        uint16_t *rows = quantized(s, p);
         if (!rows) return cuda_done(s, "linear");
-        const struct cuda_quant q = {p->x, p->x_dtype, p->ld_x,        p->T, p->groups,
-                                     p->K, p->aq,      w->input_scale, NULL, NULL,
-                                     rows, Kp,         false,          false};
-        cuda_quant_rows(s, &q);
-        c.x = (const uint16_t *)rows;
-        c.ld_x = (int64_t)p->groups * Kp;
-        c.x_group = c.Kx = Kp;
+        reads(&c, rows);
     }
     if (cuda_few_fits(s, w->fmt, &c))
         cuda_product_few(s, w->fmt, &c);
@@ -217,38 +236,62 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
     return cuda_done(s, "linear");
 }
 
+static bool is_own(const struct kern_linear *p)
+{
+    return (int64_t)p->T * p->K <= CUDA_SET_ELEMENTS;
+}
 /* Can it be one of several in a launch? As told by *c then. */
 static bool joins(const struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
 {
     if (!scales_fit(&p->w) || is_plain(p)) return false;
+    if (!is_own(p) && p->aq == KERN_AQ_NONE && !is_readable(p)) return false;
     *c = product_of(p);
     return !cuda_codes_fits(s, p->w.fmt, c) && cuda_set_takes(p->w.fmt, c);
+}
+/* Those of p that can. */
+static void set_of(const struct kern_stream *s, const struct kern_linears *p, struct cuda_set *a)
+{
+    struct cuda_product c;
+    a->n = 0;
+    for (int32_t i = 0; i < p->n && a->n < CUDA_SET_MOST; i++)
+        if (joins(s, &p->each[i], &c)) {
+            a->p[a->n] = c;
+            a->fmt[a->n++] = p->each[i].w.fmt;
+        }
+    const bool on_the_way = a->n == p->n && is_own(p->each);
+    a->own = is_own(p->each);
+    a->norm = on_the_way ? p->norm : NULL;
+    a->rope = on_the_way ? p->rope : NULL;
+}
+
+static int multiply_set(struct kern_stream *s, const struct kern_linears *p, struct cuda_set *a)
+{
+    const uint16_t *rows = NULL;
+    struct cuda_product c;
+    for (int32_t i = 0, k = 0; i < p->n && k < a->n && !a->own; i++) {
+        if (!joins(s, &p->each[i], &c)) continue;
+        if (p->each[i].aq == KERN_AQ_A128) {
+            if (!rows) rows = quantized(s, &p->each[i]);
+            if (!rows) return cuda_done(s, "linears");
+            reads(&a->p[k], rows);
+        }
+        k++;
+    }
+    cuda_product_set(s, a);
+    return cuda_done(s, "linears");
 }
 
 extern "C" int kern_linears_cuda(struct kern_stream *s, const struct kern_linears *p)
 {
     struct cuda_set a;
     struct cuda_product c;
-    if (p->n == 0 || p->each[0].T == 0) return 0;
-    a.n = 0;
-    for (int32_t i = 0; i < p->n && a.n < CUDA_SET_MOST; i++)
-        if (joins(s, &p->each[i], &c)) {
-            a.p[a.n] = c;
-            a.fmt[a.n++] = p->each[i].w.fmt;
-        }
-    const bool all = a.n == p->n;
-    a.norm = all ? p->norm : NULL;
-    a.rope = all ? p->rope : NULL;
-    const bool together = a.n > 0 && cuda_set_fits(&a);
     int rc = 0;
-    if (!all || !together) {
-        if (p->norm) rc = kern_rmsnorm_cuda(s, p->norm);
-        if (rc == 0 && p->rope) rc = kern_heads_rope_cuda(s, p->rope);
-    }
-    if (rc == 0 && together) {
-        cuda_product_set(s, &a);
-        rc = cuda_done(s, "linears");
-    }
+    if (p->n == 0 || p->each[0].T == 0) return 0;
+    set_of(s, p, &a);
+    const bool together = a.n > 0 && cuda_set_fits(&a);
+    if (p->norm && !(together && a.norm)) rc = kern_rmsnorm_cuda(s, p->norm);
+    if (p->rope && !(together && a.rope)) rc = kern_heads_rope_cuda(s, p->rope);
+    if (rc == 0 && together) rc = multiply_set(s, p, &a);
     for (int32_t i = 0, joined = 0; i < p->n && rc == 0; i++)
         if (together && joined < a.n && joins(s, &p->each[i], &c))
             joined++;

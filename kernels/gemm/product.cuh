@@ -49,17 +49,18 @@ bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 
-/* Several products of the same few rows in one launch, whose blocks of threads quantize these for themselves and
- * norm or rotate them on that way; each with the bits that it has alone. */
+/* Several products of the same few rows in one launch; each with the bits that it has alone. own: their blocks of
+ * threads quantize the rows for themselves, and norm or rotate them on that way. */
 enum {
     CUDA_SET_MOST = 8,
-    CUDA_SET_ELEMENTS = 8 << 10 /* of x */
+    CUDA_SET_ELEMENTS = 8 << 10 /* of x, if own */
 };
 struct cuda_set {
     struct cuda_product p[CUDA_SET_MOST]; /* [n] of one T, K and groups */
     enum kern_wfmt fmt[CUDA_SET_MOST];
     int n;
-    const struct kern_rmsnorm *norm;    /* NULL, or as in kern_linears */
+    bool own;
+    const struct kern_rmsnorm *norm;    /* NULL, or as in kern_linears; only if own */
     const struct kern_heads_rope *rope; /* the same */
 };
 /* Can the product be one of a set; can these, each of which can. */
