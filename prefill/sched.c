@@ -332,6 +332,13 @@ static void start_jobs(struct pre_sched *p, uint64_t now_ms, struct pre_actions 
     }
 }
 
+/* How many of its pages nothing changes any more once n tokens are computed. */
+static uint32_t pages_whole(const struct pre_sched *p, const struct pre_job *j, uint32_t n)
+{
+    if (n == j->n_tokens) return j->table.n_pages;
+    return work_capture_pages(work_capture_shadowed(j->capture), n / p->cfg.page_tokens);
+}
+
 static void next_chunk(struct pre_sched *p, uint64_t now_ms, struct pre_actions *out)
 {
     if (p->computing) return;
@@ -355,15 +362,14 @@ static void next_chunk(struct pre_sched *p, uint64_t now_ms, struct pre_actions 
     a->job = j;
     a->from = j->n_done;
     a->n = n;
+    a->n_whole = pages_whole(p, j, j->n_done + n) - j->n_offered;
     a->last = n == left;
 }
 
 /* Pages that are whole now travel while the next chunk is computed. */
 static void offer(struct pre_sched *p, struct pre_job *j, bool last, struct pre_actions *out)
 {
-    uint32_t whole = last ? j->table.n_pages
-                          : work_capture_pages(work_capture_shadowed(j->capture),
-                                               j->n_done / p->cfg.page_tokens);
+    uint32_t whole = pages_whole(p, j, j->n_done);
     if (whole == j->n_offered && !last) return;
     struct pre_action *a = act(out, PRE_DO_OFFER);
     a->job = j;

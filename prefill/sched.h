@@ -82,7 +82,8 @@ enum pre_action_kind {
     PRE_DO_TOUCH,       /* kv_mover_touch(ticket) */
     PRE_DO_OPEN,        /* job got its pages: make its engine state */
     PRE_DO_CLOSE,       /* drop its engine state; comes before its pages go back */
-    PRE_DO_CHUNK,  /* compute tokens [from, from + n) of job; last: sample; then PRE_ON_CHUNK */
+    PRE_DO_CHUNK,  /* compute tokens [from, from + n) of job; last: sample; then PRE_ON_CHUNK. The
+                     n_whole pages after those offered are whole then; last: so is the tail */
     PRE_DO_OFFER,  /* kv_mover_offer() pages [from, from + n) of job; tail: and its tail, last */
     PRE_DO_DRAINED /* once */
 };
@@ -94,7 +95,7 @@ struct pre_action {
     struct wire_ticket ticket;
     int code;
     struct pre_job *job; /* valid until the next step call */
-    uint32_t from, n;
+    uint32_t from, n, n_whole;
     bool last, tail;
 };
 

@@ -153,7 +153,9 @@ static void start_chunk(struct server *p, const struct pre_action *a)
                                  .sampling = e->sampling,
                                  .output = (const int32_t *)j->tokens + j->n_prompt,
                                  .n_output = (int32_t)(j->n_tokens - j->n_prompt),
-                                 .index = j->n_tokens - j->n_prompt};
+                                 .index = j->n_tokens - j->n_prompt,
+                                 .whole = {.ids = j->table.ids + j->n_offered, .n = a->n_whole}};
+    if (a->last) p->item.whole.tail = p->item.seq.tail;
     if (a->last) p->item.capture = work_capture_begin(j->capture, j->n_tokens - j->n_prompt);
     p->step = (struct work_step){.items = &p->item, .n = 1, .err = &p->step_err};
     p->step_tokens = a->n;
@@ -166,17 +168,17 @@ static bool is_tail(const struct kv_offer *o)
     return o->index == KV_PART_TAIL;
 }
 
-static void add_digests(struct server *p, struct leaving *l)
+static void add_digests(const struct server *p, struct leaving *l)
 {
     const struct work_cache *c = p->w->cache;
     for (uint32_t i = 0; i < l->n; i++) {
         struct kv_offer *o = &l->parts[i];
         if (is_tail(o)) {
             const kv_tail_id id = (kv_tail_id)(o->offset / (uint64_t)p->w->layout->tail_bytes);
-            o->has_digest = work_cache_tail_digest(c, kv_pool_tail(p->w->pool, id), &o->digest);
+            o->digest = work_cache_tail_digest(c, kv_pool_tail(p->w->pool, id));
         } else {
             const uint32_t id = (uint32_t)(o->offset / (uint64_t)p->w->layout->page_bytes);
-            o->has_digest = work_cache_page_digest(c, id, &o->digest);
+            o->digest = work_cache_page_digest(c, id);
         }
     }
 }
@@ -185,6 +187,7 @@ static void add_digests(struct server *p, struct leaving *l)
 static int ship(struct server *p, struct leaving *l)
 {
     int rc = 0;
+    add_digests(p, l);
     for (uint32_t i = 0, n; i < l->n && rc == 0; i += n) {
         const bool tail = is_tail(&l->parts[i]);
         for (n = 1; !tail && n < OFFER_PARTS && i + n < l->n && !is_tail(&l->parts[i + n]);) n++;
@@ -433,7 +436,6 @@ static void on_landed(void *self)
         struct pre_event ev = {.kind = PRE_ON_UNOFFERED, .ticket = {l->ticket.id, l->ticket.nonce}};
         if (l->number > landed) return;
         tow_list_remove(&l->node);
-        add_digests(p, l);
         ev.code = ship(p, l);
         if (ev.code < 0) feed(p, &ev);
     }

@@ -5,8 +5,8 @@
  *          since pages hang on it: one that finds its inbox full waits in a backlog and goes first
  *          next time. While bytes move, parts wait there too and are told every MOVER_TELL_MS, runs
  *          of pages as one event: waking the control thread costs more than moving a small page.
- *          Offers are worked off a little each turn, so that the peer reads the first pages while
- *          the next ones are digested. What a turn has to say to a peer leaves as one message.
+ *          Offers are worked off a few at a time, so that a long list holds up nobody. What a turn
+ *          has to say to a peer leaves as one message.
  *          Commands are looked at before any message is: whatever the control thread did before it
  *          told the world (expect, then GRANT) is then known here before the world can answer.
  *

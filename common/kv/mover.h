@@ -1,8 +1,9 @@
 /* kv/mover.h - the transfer thread: ships pages and tails between this process and its peers.
  *
  * Why      Pages move while the engine computes and the control thread talks to the router. All of
- *          UCX, the endpoints, the digests and kv/xfer's machines live on one thread of their own;
- *          servers give commands and get events.
+ *          UCX, the endpoints and kv/xfer's machines live on one thread of their own; servers give
+ *          commands and get events. A digest is made by whoever made the page, once, when it is
+ *          whole; this thread passes it on, and where the page arrives it checks it.
  * Owner    Commands and kv_mover_event(): the control thread. They never block and never fail for
  *          reasons of the network; what becomes of them is told by events. One that finds no memory
  *          or a full queue has not been given: those that return a code say so, the two that do not
@@ -101,8 +102,7 @@ KV_MOVER_COMMAND kv_mover_send(struct kv_mover *m, const struct kv_send *s);
 struct kv_offer {
     uint32_t index;  /* page of the sequence, or KV_PART_TAIL */
     uint64_t offset; /* in its area, of page_bytes or tail_bytes */
-    bool has_digest; /* else made here */
-    uint64_t digest; /* tow_hash64() of the part */
+    uint64_t digest; /* tow_hash64() of the part, made after the last write to it */
 };
 /* note (tail only): first token and whatever else the decode side has to know; at most
  * KV_MOVER_NOTE_MAX bytes. An index may be offered once; the last offer is the tail. */

@@ -29,8 +29,8 @@ enum {
     /* Messages of a ticket that wait at a receiver or are on their way. More of them would only get
      * between those whose bytes are moving. */
     MOVER_PUSHES = 32,
-    MOVER_OFFER_BYTES = 256 << 10, /* digested for offers in one turn of the loop */
-    MOVER_COPY_BYTES = 4 << 20,    /* copied in one turn and connection, or one part if larger */
+    MOVER_OFFERS = 256,         /* told in one turn of the loop */
+    MOVER_COPY_BYTES = 4 << 20, /* copied in one turn and connection, or one part if larger */
     /* Pages of a ticket in all from which copies go past the caches: they would not stay in the
      * second-level one, and to go through it costs a read of what is overwritten. */
     MOVER_PAST_CACHE = 4 << 20,

@@ -1,14 +1,14 @@
 /* kv/mover_ship.c - tickets: events become kv/xfer's steps, and the steps' actions become messages,
  * reads and digests.
  *
- * How      One open hash table of tickets by id. Digests are made and checked here, on the transfer
- *          thread: XXH3 runs at memory speed, next to the copy itself, and keeps the engine's cores
- *          out of it. Where the sender's memory is mapped into this process (one host), a part is
- *          copied and digested in one pass, MOVER_COPY_BYTES a turn. Else it is read in pieces, and
- *          each is digested as it comes, while the cache has it; the pieces of a message over TCP are
- *          digested on their way out of UCX's buffers. MOVER_READS are in flight at a time. Both are
- *          handed out in turn among the tickets of a connection, so a long prompt's
- *          pages never hold up a short one's and a cancelled ticket waits for little.
+ * How      One open hash table of tickets by id. A sender's parts come with their digests; a
+ *          receiver's are checked here, on the transfer thread, next to the copy itself. Where the
+ *          sender's memory is mapped into this process (one host), a part is copied and digested in one
+ *          pass, MOVER_COPY_BYTES a turn. Else it is read in pieces, and each is digested as it comes,
+ *          while the cache has it; the pieces of a message over TCP are digested on their way out of
+ *          UCX's buffers. MOVER_READS are in flight at a time. Both are handed out in turn among the
+ *          tickets of a connection, so a long prompt's pages never hold up a short one's and a
+ *          cancelled ticket waits for little.
  *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight;
  *          what comes for it afterwards finds no ticket and is answered with NACK.
  */
@@ -578,7 +578,7 @@ bool ship_offer_waits(struct kv_mover *m, const struct command *cmd)
 bool ship_offer_some(struct kv_mover *m, struct command *cmd)
 {
     const struct kv_offer *parts = (const struct kv_offer *)(const void *)cmd->payload;
-    for (size_t hashed = 0; cmd->at < cmd->n && hashed < MOVER_OFFER_BYTES; cmd->at++) {
+    for (unsigned told = 0; cmd->at < cmd->n && told < MOVER_OFFERS; cmd->at++, told++) {
         struct ticket *t = find(m, cmd->ticket); /* each step may end it */
         if (!t || !t->x.sender || t->x.state != KV_XFER_OPEN) return true;
         if (pushes_enough(t)) break;
@@ -587,10 +587,8 @@ bool ship_offer_some(struct kv_mover *m, struct command *cmd)
         if (tail || o->index < t->x.n_pages) {
             struct part *p = part_at(t, o->index);
             if (t->states[p - t->parts] == KV_PART_NONE) {
-                size_t bytes = bytes_of(m, o->index);
                 p->local = o->offset;
-                p->digest = o->has_digest ? o->digest : tow_hash64(local_of(p), bytes);
-                hashed += o->has_digest ? 0 : bytes;
+                p->digest = o->digest;
             }
         }
         if (tail) {

@@ -5,6 +5,10 @@
  *          out before it is offered, what has arrived is copied in before a decode pass reads it. The
  *          copies go beside the passes, on a stream of their own: those of one chunk while the next is
  *          computed. Where device memory is host memory both are the same bytes and nothing is copied.
+ * Digests  A page is digested where it was made, once, when no pass will change it any more: by the
+ *          engine's thread, or by the device on the way out. The digest stays beside the page until the
+ *          page's next owner makes another: to send it again takes no new one, and whatever happens to
+ *          the bytes from then on is found where they arrive.
  * Owner    The control thread, but for what is marked [engine thread].
  * Holds    Page i and tail i lie at the same index on both sides. Copies are done in the order in which
  *          they were asked for: a page that has a new owner is never overwritten by an older copy that
@@ -48,13 +52,16 @@ struct work_cache_parts {
     uint32_t n;
     const uint8_t *tail;
 };
-/* Begins to copy to the host what no pass will change, after the pass that wrote it has come back.
+/* No pass will change these any more: their digests are made now, in the pages' one place. Where the
+ * device has memory of its own work_cache_out() makes them, and this does nothing. [engine thread] */
+void work_cache_finish(struct work_cache *c, const struct work_cache_parts *p);
+/* Begins to copy to the host what was finished, after the pass that did so has come back.
  * *number: work_cache_landed() reaches it when all is there; 0: it is there already. 0, TOW_EDEVICE. */
 int work_cache_out(struct work_cache *c, const struct work_cache_parts *p, uint64_t *number);
 uint64_t work_cache_landed(const struct work_cache *c);
-/* The digest of a page, or of a tail, that has landed, made on the device; false: none was made. */
-bool work_cache_page_digest(const struct work_cache *c, uint32_t id, uint64_t *out);
-bool work_cache_tail_digest(const struct work_cache *c, const uint8_t *tail, uint64_t *out);
+/* The digest (tow_hash64) of a page, or of a tail, that was finished and has landed. */
+uint64_t work_cache_page_digest(const struct work_cache *c, uint32_t id);
+uint64_t work_cache_tail_digest(const struct work_cache *c, const uint8_t *tail);
 
 /* Begins to copy to the device what has arrived. The next step must await it, whether it reads these
  * pages or not: they may have gone to another sequence that it lets grow. 0, TOW_EDEVICE. */

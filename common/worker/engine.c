@@ -79,6 +79,7 @@ static void run(struct work_engine *e, struct work_step *step)
         step->rc = tow_fail(step->err, TOW_ENOMEM, "engine: injected lack of memory");
     if (step->rc == 0) step->rc = model_forward(e->model, &b, step->err);
     if (step->rc < 0) return;
+    for (int32_t i = 0; i < step->n; i++) work_cache_finish(e->cache, &step->items[i].whole);
     for (int32_t i = 0, r = 0; i < step->n; i++)
         if (step->items[i].sample) step->items[i].choice = e->draws[r++].choice;
 }

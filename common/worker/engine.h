@@ -11,12 +11,12 @@
 
 #include "common/model/forward.h"
 #include "common/model/sample.h"
+#include "common/worker/cache.h"
 
 #include <stdbool.h>
 #include <stdint.h>
 
 struct tow_err;
-struct work_cache;
 struct work_engine;
 
 enum { WORK_ENGINE_QUEUE = 4 };
@@ -31,6 +31,8 @@ struct work_item {
     int32_t n_output;
     uint64_t index;                      /* number of the token to draw in the whole answer */
     const struct model_capture *capture; /* what to rank of the last row, or NULL; borrowed */
+    /* What no pass changes after this one: finished when it is over, see work_cache_finish(). */
+    struct work_cache_parts whole;
     /* result */
     struct kern_choice choice; /* its rc: 0, or why no token could be drawn */
     void *user;

@@ -5,14 +5,20 @@
  *            ucx_perftest  ucp_get, ucp_am_bw: from one place to one place, so that its
  *                          bytes stay in the caches
  *            link          the same through net_link: reads, or over TCP rendezvous messages
- *            pages         one sequence through two movers: offers, digests at both ends, an ACK
- *                          per part
- *          The link and the pages are measured in one place as well, and walking through AREA
- *          bytes.
- * Ratios   The link moves what ucx_perftest moves. Pages also run an XXH3 digest over each byte on
- *          the thread that copied it, so one core can do no more than 1 / (1 / copy + 1 / digest):
- *          their second ratio is to that, with the digest's speed on bytes in the cache from the
- *          same run.
+ *            pages         one sequence through two movers: offers with digests, each part
+ *                          digested again where it arrives and compared, an ACK per part
+ *          The link and the pages are measured in one place as well, another one each round, because
+ *          how a megabyte fits the caches depends on its addresses; and walking through AREA bytes.
+ *          Each is warmed up first, as ucx_perftest is by its -w: the ends have slept. Each mover's
+ *          thread has a core of its own; ucx_perftest's processes, which never rest, are spread over
+ *          the cores by the system.
+ * Digests  The source's are made where its pages are, when they are filled, as a worker's engine does
+ *          when a page is complete, and not again for each sequence that carries the page. So they
+ *          are not in the time of a move. What they cost the maker has a row of its own.
+ * Ratios   The link moves what ucx_perftest moves. The receiver of pages also runs an XXH3 digest
+ *          over each byte on the thread that copied it, so one core can do no more than
+ *          1 / (1 / copy + 1 / digest): their second ratio is to that, with the digest's speed on
+ *          bytes in the cache from the same run.
  * Note     ucx_perftest comes with the package ucx-utils; without it its ratios are left out. */
 #include "common/base/clock.h"
 #include "common/base/err.h"
@@ -20,6 +26,7 @@
 #include "common/kv/mover.h"
 #include "common/net/link.h"
 
+#include <sched.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -34,11 +41,13 @@
  * best. */
 enum {
     WINDOW = 8,
-    ROUNDS = 5,
+    ROUNDS = 7,
     AREA = 32 << 20,
     TAIL = 4096,
     MOVE_BYTES = 1 << 30,
-    MOVES_MAX = MOVE_BYTES / (64 << 10)
+    WARM_PART = 16, /* of a move's parts, moved before it */
+    MOVES_MAX = MOVE_BYTES / (64 << 10),
+    AREA_PAGES_MAX = AREA / (64 << 10)
 };
 
 struct end {
@@ -51,17 +60,18 @@ struct end {
     uint64_t remote;
     unsigned done, asked;
     bool failed, walk;
-    size_t bytes, at;
+    size_t bytes, at, one; /* one: where moves in one place go */
     uint8_t *local;
     /* the movers */
     struct kv_mover *mover;
     sem_t wakes;
+    uint64_t digests[AREA_PAGES_MAX], tail_digest; /* the source's */
 };
 
 /* What the source is asked for over its pipe. */
 struct order {
     uint64_t kind; /* enum below */
-    uint64_t walk;
+    uint64_t walk, one, n;
     struct kv_ticket ticket;
 };
 enum { SERVE_READS, SEND_BULKS, SHIP_PAGES };
@@ -103,7 +113,7 @@ static void on_message(void *arg, const void *frame, uint32_t bytes)
 /* Where the next move goes. */
 static size_t place(struct end *e)
 {
-    size_t at = e->walk ? e->at : 0;
+    size_t at = e->walk ? e->at : e->one;
     e->at = (e->at + e->bytes) % AREA;
     return at;
 }
@@ -161,11 +171,16 @@ static unsigned moves_of(size_t bytes)
     return n > MOVES_MAX ? MOVES_MAX : (unsigned)n;
 }
 
+static unsigned warm_moves_of(size_t bytes)
+{
+    return (moves_of(bytes) + WARM_PART - 1) / WARM_PART;
+}
+
 /* --- the link --------------------------------------------------------------------------------- */
 
-static void send_bulks(struct end *e)
+static void send_bulks(struct end *e, unsigned n)
 {
-    unsigned n = moves_of(e->bytes), begun = 0;
+    unsigned begun = 0;
     while (e->done < n) {
         while (begun < n && begun - e->done < WINDOW) {
             begun++;
@@ -176,10 +191,11 @@ static void send_bulks(struct end *e)
     }
 }
 
-static double move(struct end *e, bool read, bool walk)
+static double move_some(struct end *e, bool read, bool walk, unsigned n)
 {
-    unsigned n = moves_of(e->bytes), begun = 0;
-    struct order order = {.kind = read ? SERVE_READS : SEND_BULKS, .walk = walk};
+    unsigned begun = 0;
+    struct order order = {
+        .kind = read ? SERVE_READS : SEND_BULKS, .walk = walk, .one = e->one, .n = n};
     e->done = 0;
     e->at = 0;
     e->walk = walk;
@@ -197,6 +213,12 @@ static double move(struct end *e, bool read, bool walk)
     uint64_t us = tow_now_us() - from;
     if (read) net_ep_send(e->ep, "e", 1);
     return (double)n * (double)e->bytes / (double)(us ? us : 1);
+}
+
+static double move(struct end *e, bool read, bool walk)
+{
+    move_some(e, read, walk, warm_moves_of(e->bytes));
+    return move_some(e, read, walk, moves_of(e->bytes));
 }
 
 /* --- the movers ------------------------------------------------------------------------------- */
@@ -220,6 +242,17 @@ static void wait_event(struct end *e, enum kv_mover_event_kind kind, struct kv_m
     }
 }
 
+/* The k-th of the cores that this process may use, for threads that are made from here on. */
+static void use_core(int k)
+{
+    cpu_set_t all, one;
+    CPU_ZERO(&one);
+    if (sched_getaffinity(0, sizeof all, &all) < 0 || CPU_COUNT(&all) < 2) return;
+    for (int cpu = 0; cpu < CPU_SETSIZE; cpu++)
+        if (CPU_ISSET(cpu, &all) && k-- == 0) CPU_SET(cpu, &one);
+    sched_setaffinity(0, sizeof one, &one);
+}
+
 static void open_mover(struct end *e, bool source, struct kv_mover_event *up)
 {
     struct tow_err err = {0};
@@ -232,12 +265,20 @@ static void open_mover(struct end *e, bool source, struct kv_mover_event *up)
                                 .wake_arg = e};
     uint8_t address[65536];
     size_t n;
+    cpu_set_t cores;
     sem_init(&e->wakes, 0, 0);
+    sched_getaffinity(0, sizeof cores, &cores);
+    use_core(source ? 1 : 0);
     if (kv_mover_open(&e->mover, &c, &err) < 0) die(err.msg);
+    sched_setaffinity(0, sizeof cores, &cores);
     uint64_t *pages = kv_mover_area(e->mover, KV_AREA_PAGES);
+    uint8_t *tail = kv_mover_area(e->mover, KV_AREA_TAILS);
     for (size_t i = 0; i < AREA / sizeof *pages; i++) pages[i] = i * 0x9E3779B97F4A7C15ull;
-    memset(kv_mover_area(e->mover, KV_AREA_TAILS), 1, TAIL);
+    memset(tail, 1, TAIL);
     if (source) {
+        for (size_t at = 0; at < AREA; at += e->bytes)
+            e->digests[at / e->bytes] = tow_hash64((uint8_t *)pages + at, e->bytes);
+        e->tail_digest = tow_hash64(tail, TAIL);
         get(e->in, &n, sizeof n);
         if (n > sizeof address) die("address");
         get(e->in, address, n);
@@ -254,23 +295,28 @@ static void ship_pages(struct end *e, const struct order *o)
 {
     static struct kv_offer parts[MOVES_MAX + 1];
     struct kv_mover_event ev;
-    uint32_t n = moves_of(e->bytes);
+    uint32_t n = (uint32_t)o->n;
     struct kv_send s = {.ticket = o->ticket, .peer = "sink", .incarnation = 2, .n_pages = n};
-    for (uint32_t i = 0; i < n; i++) parts[i] = (struct kv_offer){.index = i, .offset = place(e)};
-    parts[n] = (struct kv_offer){.index = KV_PART_TAIL};
+    for (uint32_t i = 0; i < n; i++) {
+        const size_t at = place(e);
+        parts[i] = (struct kv_offer){i, at, e->digests[at / e->bytes]};
+    }
+    parts[n] = (struct kv_offer){.index = KV_PART_TAIL, .digest = e->tail_digest};
     if (kv_mover_send(e->mover, &s) < 0 ||
         kv_mover_offer(e->mover, o->ticket, parts, n + 1, NULL, 0) < 0)
         die("the source's mover takes no command");
     wait_event(e, KV_MOVER_ENDED, &ev);
 }
 
-static double ship(struct end *e, bool walk)
+static double ship_some(struct end *e, bool walk, uint32_t n)
 {
     static uint64_t offsets[MOVES_MAX];
     struct kv_mover_event ev;
-    uint32_t n = moves_of(e->bytes);
-    struct order order = {
-        .kind = SHIP_PAGES, .walk = walk, .ticket = {tow_random_u64(), tow_random_u64()}};
+    struct order order = {.kind = SHIP_PAGES,
+                          .walk = walk,
+                          .one = e->one,
+                          .n = n,
+                          .ticket = {tow_random_u64(), tow_random_u64()}};
     e->at = 0;
     e->walk = walk;
     for (uint32_t i = 0; i < n; i++) offsets[i] = place(e);
@@ -287,6 +333,12 @@ static double ship(struct end *e, bool walk)
     return (double)n * (double)e->bytes / (double)(us ? us : 1);
 }
 
+static double ship(struct end *e, bool walk)
+{
+    ship_some(e, walk, warm_moves_of(e->bytes));
+    return ship_some(e, walk, moves_of(e->bytes));
+}
+
 /* --- both ends -------------------------------------------------------------------------------- */
 
 static void serve(struct end *e)
@@ -297,8 +349,9 @@ static void serve(struct end *e)
         e->done = e->asked = 0;
         e->at = 0;
         e->walk = o.walk != 0;
+        e->one = o.one;
         if (o.kind == SEND_BULKS)
-            send_bulks(e);
+            send_bulks(e, (unsigned)o.n);
         else if (o.kind == SHIP_PAGES)
             ship_pages(e, &o);
         else
@@ -350,6 +403,35 @@ static double median(double *v)
     return v[ROUNDS / 2];
 }
 
+/* What its maker pays for a page's digest: pages are written, each is digested while the core that
+ * wrote it has its bytes. */
+static void print_making(struct end *e, const char *label)
+{
+    uint8_t *page = malloc(e->bytes);
+    double writing[ROUNDS], digesting[ROUNDS];
+    volatile uint64_t sum = 0;
+    if (!page) die("memory");
+    memset(page, 3, e->bytes);
+    for (int i = 0; i < ROUNDS; i++) {
+        uint64_t writing_ns = 0, digesting_ns = 0;
+        for (size_t at = 0; at < AREA; at += e->bytes) {
+            uint64_t from = tow_now_ns();
+            memcpy(e->local + at, page, e->bytes);
+            uint64_t written = tow_now_ns();
+            sum ^= tow_hash64(e->local + at, e->bytes);
+            writing_ns += written - from;
+            digesting_ns += tow_now_ns() - written;
+        }
+        writing[i] = (double)writing_ns;
+        digesting[i] = (double)digesting_ns;
+    }
+    double w = median(writing), d = median(digesting), n = (double)AREA / (double)e->bytes;
+    printf("maker %s %zuK: digest at completion %.0f MB/s, %.1f us a page, which takes %.1f us to "
+           "write even with nothing to compute\n",
+           label, e->bytes >> 10, AREA / d * 1e3, d / n / 1e3, w / n / 1e3);
+    free(page);
+}
+
 static double both(double copy, double digest)
 {
     return 1 / (1 / copy + 1 / digest);
@@ -365,7 +447,8 @@ _Noreturn static void bench(const char *label, const char *tls, bool read, size_
     net_link_setup();
     if (pid == 0) {
         prctl(PR_SET_PDEATHSIG, SIGKILL);
-        struct end e = {.in = to[0], .out = from[1], .bytes = bytes};
+        static struct end e;
+        e = (struct end){.in = to[0], .out = from[1], .bytes = bytes};
         close(to[1]), close(from[0]);
         open_end(&e);
         open_mover(&e, true, &up);
@@ -380,6 +463,7 @@ _Noreturn static void bench(const char *label, const char *tls, bool read, size_
     double theirs[ROUNDS], link[ROUNDS], pages[ROUNDS], link_walk[ROUNDS], pages_walk[ROUNDS],
         digest[ROUNDS];
     for (int i = 0; i < ROUNDS; i++) {
+        e.one = (size_t)i * bytes % AREA;
         link[i] = move(&e, read, false);
         theirs[i] = perftest(tls, read ? "ucp_get" : "ucp_am_bw", bytes);
         pages[i] = ship(&e, false);
@@ -399,6 +483,7 @@ _Noreturn static void bench(const char *label, const char *tls, bool read, size_
             "on one core; walking, pages %.2f of link and digest\n",
             label, bytes >> 10, copy / ceiling, p / ceiling, p / both(ceiling, d),
             pw / both(walk, d));
+    print_making(&e, label);
     fflush(stdout);
     _exit(0); /* the source dies with us, before our mover can miss it */
 }

@@ -10,6 +10,7 @@
 
 #include "common/base/clock.h"
 #include "common/base/err.h"
+#include "common/base/hash.h"
 #include "common/kv/mover.h"
 
 #include <errno.h>
@@ -165,10 +166,12 @@ static void run_prefill(struct child *c)
             struct kv_ticket t = {k, ~k};
             struct kv_send s = {.ticket = t, .peer = "d", .incarnation = 2, .n_pages = PAGES};
             struct kv_offer o[PAGES + 1];
-            for (uint32_t i = 0; i < PAGES; i++)
-                o[i] = (struct kv_offer){.index = i, .offset = (uint64_t)i * PAGE};
-            o[PAGES] = (struct kv_offer){.index = KV_PART_TAIL};
             fill(c->pages, (size_t)PAGES * PAGE, k);
+            for (uint32_t i = 0; i < PAGES; i++) {
+                const uint64_t offset = (uint64_t)i * PAGE;
+                o[i] = (struct kv_offer){i, offset, tow_hash64(c->pages + offset, PAGE)};
+            }
+            o[PAGES] = (struct kv_offer){KV_PART_TAIL, 0, tow_hash64(c->tails, TAIL)};
             must(kv_mover_send(c->m, &s));
             must(kv_mover_offer(c->m, t, o, PAGES + 1, "n", 1));
             busy = true;

@@ -163,13 +163,23 @@ static void begin(struct side *p, struct kv_ticket t, uint32_t n, uint64_t cooki
     assert_int_equal(kv_mover_send(p->m, &s), 0);
 }
 
+/* As whoever made the pages does it, when they are whole. */
+static struct kv_offer page_of(const struct side *p, uint32_t i)
+{
+    const uint64_t offset = (uint64_t)i * PAGE;
+    return (struct kv_offer){i, offset, tow_hash64(p->pages + offset, PAGE)};
+}
+static struct kv_offer tail_of(const struct side *p)
+{
+    return (struct kv_offer){KV_PART_TAIL, 0, tow_hash64(p->tails, TAIL)};
+}
+
 static void offer(struct side *p, struct kv_ticket t, uint32_t from, uint32_t to, bool tail)
 {
     struct kv_offer o[PAGES + 1];
     uint32_t k = 0;
-    for (uint32_t i = from; i < to; i++)
-        o[k++] = (struct kv_offer){.index = i, .offset = (uint64_t)i * PAGE};
-    if (tail) o[k++] = (struct kv_offer){.index = KV_PART_TAIL};
+    for (uint32_t i = from; i < to; i++) o[k++] = page_of(p, i);
+    if (tail) o[k++] = tail_of(p);
     assert_int_equal(kv_mover_offer(p->m, t, o, k, "first token", tail ? 11 : 0), 0);
 }
 
@@ -229,6 +239,39 @@ static void test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it(void *
     pair_close(&p, &d);
 }
 
+/* Nothing may write to a part once its digest was made: the receiver would use other bytes than the
+ * maker meant. Each of the parts in turn, and then none. */
+static void test_kv_mover__part_changed_after_its_digest_was_made_is_refused(void **state)
+{
+    (void)state;
+    enum { N = 3 };
+    struct side p, d;
+    pair_open(&p, &d);
+    fill(p.pages, (size_t)PAGES * PAGE, 5);
+    fill(p.tails, TAIL, 6);
+    for (uint32_t changed = 0; changed <= N + 1; changed++) {
+        struct kv_ticket t = {tow_random_u64(), tow_random_u64()};
+        struct kv_offer o[N + 1];
+        uint8_t *byte = changed < N ? p.pages + (size_t)changed * PAGE + PAGE - 1 : p.tails;
+        for (uint32_t i = 0; i < N; i++) o[i] = page_of(&p, i);
+        o[N] = tail_of(&p);
+        if (changed <= N) *byte ^= 0x80;
+        expect(&d, t, N, 1);
+        begin(&p, t, N, 2);
+        assert_int_equal(kv_mover_offer(p.m, t, o, N + 1, NULL, 0), 0);
+        wait_for(&d, KV_MOVER_ENDED);
+        assert_int_equal(d.ev.code, changed <= N ? TOW_EDIGEST : 0);
+        if (changed <= N) assert_non_null(strstr(d.ev.text, "digest differs"));
+        wait_for(&p, KV_MOVER_ENDED);
+        assert_int_equal(p.ev.code, changed <= N ? TOW_EDIGEST : 0);
+        if (changed <= N) *byte ^= 0x80;
+    }
+    struct kv_mover_stats s;
+    kv_mover_stats(d.m, &s);
+    assert_int_equal(s.bad_digests, N + 1);
+    pair_close(&p, &d);
+}
+
 /* What a prefill process does whose lease has run out while the peer still copies. */
 static void test_kv_mover__page_that_is_reused_meanwhile_never_passes(void **state)
 {
@@ -241,11 +284,8 @@ static void test_kv_mover__page_that_is_reused_meanwhile_never_passes(void **sta
         struct kv_ticket t = {tow_random_u64(), tow_random_u64()};
         struct kv_offer o[PAGES + 1];
         fill(p.pages, (size_t)PAGES * PAGE, i);
-        for (uint32_t k = 0; k < PAGES; k++) {
-            uint8_t *page = p.pages + (size_t)k * PAGE;
-            o[k] = (struct kv_offer){k, (uint64_t)k * PAGE, true, tow_hash64(page, PAGE)};
-        }
-        o[PAGES] = (struct kv_offer){.index = KV_PART_TAIL};
+        for (uint32_t k = 0; k < PAGES; k++) o[k] = page_of(&p, k);
+        o[PAGES] = tail_of(&p);
         expect(&d, t, PAGES, 1);
         begin(&p, t, PAGES, 2);
         if (i == 0) p.pages[PAGE / 2] ^= 1; /* once for certain, then in a race */
@@ -651,6 +691,7 @@ static void test_kv_mover__reads_do_where_memory_cannot_be_mapped(void **state)
     only_reads = true;
     test_kv_mover__sequence_arrives_whole_in_chunks(state);
     test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it(state);
+    test_kv_mover__part_changed_after_its_digest_was_made_is_refused(state);
     test_kv_mover__page_that_is_reused_meanwhile_never_passes(state);
     test_kv_mover__cancel_on_either_side_ends_both_once(state);
     test_kv_mover__failing_places_end_the_ticket_and_nothing_else(state);
@@ -667,6 +708,7 @@ static void test_kv_mover__messages_do_over_tcp(void **state)
     setenv("UCX_TLS", "tcp,self", 1);
     test_kv_mover__sequence_arrives_whole_in_chunks(state);
     test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it(state);
+    test_kv_mover__part_changed_after_its_digest_was_made_is_refused(state);
 #if !defined(__SANITIZE_THREAD__) /* it sees what sockets read: the race that is asked for here */
     test_kv_mover__page_that_is_reused_meanwhile_never_passes(state);
 #endif
@@ -684,6 +726,7 @@ int main(void)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_kv_mover__sequence_arrives_whole_in_chunks),
         cmocka_unit_test(test_kv_mover__flipped_bit_is_found_and_both_sides_hear_of_it),
+        cmocka_unit_test(test_kv_mover__part_changed_after_its_digest_was_made_is_refused),
         cmocka_unit_test(test_kv_mover__page_that_is_reused_meanwhile_never_passes),
         cmocka_unit_test(test_kv_mover__unknown_wrong_and_repeated_tickets_are_refused),
         cmocka_unit_test(test_kv_mover__cancel_on_either_side_ends_both_once),

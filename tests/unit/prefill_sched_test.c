@@ -319,8 +319,10 @@ static void test_pre_sched__every_length_is_offered_whole(void **state)
             assert_true(c->n > 0);
             computed += c->n;
             assert_int_equal(c->last, computed == n);
+            const uint32_t whole = c->n_whole; /* what is digested is what is offered */
             step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
             struct pre_action *o = find(&w, PRE_DO_OFFER, 0);
+            assert_int_equal(whole, o ? o->n : 0);
             if (!o) continue;
             assert_int_equal(o->from, offered);
             offered += o->n;
@@ -403,9 +405,11 @@ static void test_pre_sched__shadow_keys_double_every_page(void **state)
         assert_int_equal(find(&w, PRE_DO_OPEN_MOVE, 0)->n, (n + 3) / 4 * 2);
         assert_int_equal(kv_pool_free_pages(w.pool), 50 - (n + 3) / 4 * 2);
         for (bool tail = false; !tail;) {
+            const uint32_t whole = find(&w, PRE_DO_CHUNK, 0)->n_whole;
             done += find(&w, PRE_DO_CHUNK, 0)->n;
             step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
             struct pre_action *o = find(&w, PRE_DO_OFFER, 0);
+            assert_int_equal(whole, o ? o->n : 0);
             if (!o) continue;
             assert_int_equal(o->from, offered);
             offered += o->n;
