@@ -44,13 +44,12 @@ static void on_command_wake(void *arg)
 /* --- the transfer thread ---------------------------------------------------------------------- */
 
 /* A page that is told next to the one told before it needs no event of its own. */
-static bool joins_last(struct kv_mover *m, const struct kv_mover_event *ev)
+static bool joins_last(struct kv_mover *m, struct kv_ticket t, uint32_t index)
 {
-    if (ev->kind != KV_MOVER_PART || tow_list_empty(&m->backlog)) return false;
+    if (tow_list_empty(&m->backlog)) return false;
     struct kv_mover_event *last = &TOW_CONTAINER(m->backlog.prev, struct mover_event, node)->pub;
-    if (last->kind != KV_MOVER_PART || last->ticket.id != ev->ticket.id ||
-        last->ticket.nonce != ev->ticket.nonce || last->index == KV_PART_TAIL ||
-        ev->index != last->index + last->n_parts)
+    if (last->kind != KV_MOVER_PART || last->ticket.id != t.id || last->ticket.nonce != t.nonce ||
+        last->index == KV_PART_TAIL || index != last->index + last->n_parts)
         return false;
     last->n_parts++;
     return true;
@@ -58,15 +57,23 @@ static bool joins_last(struct kv_mover *m, const struct kv_mover_event *ev)
 
 void mover_post(struct kv_mover *m, const struct kv_mover_event *ev, const void *note)
 {
-    if (m->stopping || joins_last(m, ev)) return;
+    if (m->stopping) return;
     struct mover_event *e = malloc(sizeof *e + ev->note_bytes);
     tow_assert(e); /* an event that cannot be told would leak pages for ever */
     e->pub = *ev;
     tow_list_init(&e->node);
-    if (ev->note_bytes) memcpy(e->note, note, ev->note_bytes);
+    if (note) memcpy(e->note, note, ev->note_bytes);
     e->pub.note = e->note;
     tow_list_append(&m->backlog, &e->node);
     if (ev->kind != KV_MOVER_PART) m->urgent = true;
+}
+
+void mover_post_part(struct kv_mover *m, struct kv_ticket t, uint64_t cookie, uint32_t index)
+{
+    if (joins_last(m, t, index)) return;
+    struct kv_mover_event ev = {
+        .kind = KV_MOVER_PART, .ticket = t, .cookie = cookie, .index = index, .n_parts = 1};
+    mover_post(m, &ev, NULL);
 }
 
 static void post_backlog(struct kv_mover *m)

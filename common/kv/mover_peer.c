@@ -117,10 +117,32 @@ struct conn *mover_conn_of(struct kv_mover *m, const char *name, uint64_t incarn
 
 void conn_flush(struct conn *c)
 {
-    if (c->out_bytes == 0) return;
-    memcpy(c->out, &c->label, MOVER_LABEL_BYTES);
-    if (c->ep) net_ep_send(c->ep, c->out, c->out_bytes);
-    c->out_bytes = 0;
+    for (uint32_t i = 0; i < c->n_outs && c->ep; i++) /* a peer that sleeps is woken by the first */
+        net_ep_send(c->ep, c->out[i], c->out_bytes[i]);
+    c->n_outs = 0;
+}
+
+static void begin_out(struct conn *c)
+{
+    if (c->n_outs == MOVER_OUTS) conn_flush(c);
+    if (c->n_outs == 0) {
+        c->out_ms = c->m->now_ms;
+        c->out_waits = true;
+    }
+    memcpy(c->out[c->n_outs], &c->label, MOVER_LABEL_BYTES);
+    c->out_bytes[c->n_outs++] = MOVER_LABEL_BYTES;
+}
+
+/* Into the last message; false: it does not fit behind what is there. */
+static bool add_out(struct conn *c, const struct wire_msg *msg)
+{
+    if (c->n_outs == 0) return false;
+    uint32_t *used = &c->out_bytes[c->n_outs - 1];
+    int64_t n = wire_pack(msg, c->out[c->n_outs - 1] + *used, MOVER_OUT_BYTES - *used);
+    if (n <= 0) return false;
+    *used += (uint32_t)n;
+    if (msg->type != WIRE_ACK_MSG) c->out_waits = false;
+    return true;
 }
 
 void conn_send(struct conn *c, const struct wire_msg *msg)
@@ -128,21 +150,12 @@ void conn_send(struct conn *c, const struct wire_msg *msg)
     uint8_t frame[FRAME_MAX];
     if (!c->ep || c->state == CONN_CLOSING) return;
     if (tow_fault(wire_step_name(msg->type, true))) return; /* lost on the way */
-    if (c->out_bytes == 0) {
-        c->out_bytes = MOVER_LABEL_BYTES;
-        c->out_ms = c->m->now_ms;
-        c->out_waits = true;
-    }
-    if (msg->type != WIRE_ACK_MSG) c->out_waits = false;
-    int64_t n = wire_pack(msg, c->out + c->out_bytes, sizeof c->out - c->out_bytes);
-    if (n > 0) {
-        c->out_bytes += (uint32_t)n;
-        return;
-    }
-    /* It does not fit behind the others, or is a large one. */
-    if (c->out_bytes == MOVER_LABEL_BYTES) c->out_bytes = 0;
+    if (add_out(c, msg)) return;
+    begin_out(c);
+    if (add_out(c, msg)) return;
+    c->n_outs--; /* a large one, in its turn */
     conn_flush(c);
-    n = wire_pack(msg, frame + MOVER_LABEL_BYTES, sizeof frame - MOVER_LABEL_BYTES);
+    int64_t n = wire_pack(msg, frame + MOVER_LABEL_BYTES, sizeof frame - MOVER_LABEL_BYTES);
     if (n < 0) {
         tow_error("peer %s: %s cannot be packed: %s", c->peer.name, wire_type_name(msg->type),
                   tow_err_text((int)n));
@@ -852,7 +865,9 @@ static size_t on_frame(struct kv_mover *m, uint64_t label, const uint8_t *frame,
 {
     struct wire_msg msg;
     struct wire_header h;
-    if (wire_unpack_frame(&msg, frame, bytes, NULL) < 0 || wire_header_unpack(&h, frame, NULL) < 0)
+    if (bytes < WIRE_HEADER_BYTES || wire_header_unpack(&h, frame, NULL) < 0 ||
+        wire_check_header(&h, NULL) < 0 || h.body_bytes > bytes - WIRE_HEADER_BYTES ||
+        wire_unpack(&msg, &h, frame + WIRE_HEADER_BYTES, NULL) < 0)
         return 0;
     size_t n = WIRE_HEADER_BYTES + (size_t)h.body_bytes;
     if (tow_fault(wire_step_name(msg.type, false))) return n; /* as if it had not come */
@@ -924,7 +939,7 @@ void mover_on_ep_error(void *arg, struct net_ep *ep, int code, const char *why)
     struct conn *c = net_ep_user(ep);
     snprintf(text, sizeof text, "connection lost: %s", why);
     tow_warn("peer %s: %s", c->peer.name, text);
-    c->out_bytes = 0;
+    c->n_outs = 0;
     conn_down(c, code, text);
 }
 
@@ -974,7 +989,7 @@ void mover_flush_peers(struct kv_mover *m)
         /* Acknowledgements alone wait while there is more to move: each message may wake the peer,
          * or costs it as much as a small page, and all it can do is to give pages back. */
         bool more = c->copies ? !tow_list_empty(&c->ready) : c->n_reads > 0;
-        if (!more || !c->out_waits || c->out_ms != m->now_ms) conn_flush(c);
+        if (!more || !c->out_waits || m->now_ms >= c->out_ms + MOVER_ACK_MS) conn_flush(c);
     }
 }
 

@@ -186,7 +186,7 @@ static void nack(struct conn *c, struct wire_ticket id, bool tail, uint32_t inde
 static void tell_peer(struct ticket *t, const struct kv_xfer_actions *a)
 {
     bool tail = a->index == KV_PART_TAIL;
-    struct wire_msg msg = {0};
+    struct wire_msg msg;
     if (a->set & KV_DO_ACK) {
         msg.type = WIRE_ACK_MSG;
         msg.ack = (struct wire_ack){wire_id(t), tail ? WIRE_TAIL : WIRE_PAGE, tail ? 0 : a->index};
@@ -208,13 +208,11 @@ static void tell_peer(struct ticket *t, const struct kv_xfer_actions *a)
 static void tell_part(struct ticket *t, uint32_t index)
 {
     struct kv_mover *m = t->m;
-    struct kv_mover_event ev = {
-        .kind = KV_MOVER_PART, .ticket = t->id, .cookie = t->cookie, .index = index, .n_parts = 1};
     if (t->x.sender)
         m->own.parts_out++, m->own.bytes_out += bytes_of(m, index);
     else
         m->own.parts_in++, m->own.bytes_in += bytes_of(m, index);
-    mover_post(m, &ev, NULL);
+    mover_post_part(m, t->id, t->cookie, index);
 }
 
 static void ended(struct ticket *t, int code)
@@ -414,22 +412,40 @@ void ship_pump(struct conn *c)
 
 /* The whole part at once: the copy itself tells the digest of what arrived. If the sender reuses the
  * page meanwhile, its lease being over, that is another digest than the one offered. */
-static size_t copy_part(struct conn *c, struct ticket *t, uint32_t index)
+static int copy_part(struct conn *c, struct part *p, size_t n)
 {
-    struct part *p = part_at(t, index);
-    size_t n = bytes_of(t->m, index);
-    int code = TOW_EPEER;
+    struct ticket *t = p->t;
+    const enum kv_area area = area_of(index_of(p));
     if (p->bulk) net_bulk_refuse(p->bulk); /* on a link of reads nothing is pushed */
     p->bulk = NULL;
-    if (!tow_fault("kv.get")) {
-        uint64_t digest =
-            tow_hash_copy(local_of(p), c->mapped[area_of(index)] + p->remote, n, t->past_cache);
-        if (flip_if_told(local_of(p), n)) digest = tow_hash64(local_of(p), n);
-        code = check_digest(p, digest);
-        t->m->own.bytes_copied += n;
+    if (tow_fault("kv.get")) return TOW_EPEER;
+    uint64_t digest = tow_hash_copy(local_of(p), c->mapped[area] + p->remote, n, t->past_cache);
+    if (flip_if_told(local_of(p), n)) digest = tow_hash64(local_of(p), n);
+    t->m->own.bytes_copied += n;
+    return check_digest(p, digest);
+}
+
+/* Several parts are copied before the first of them is told: a copy leaves nothing else in the first
+ * cache, and what telling needs is then fetched once. Their tickets stay, for they are busy. The bytes
+ * that were moved; 0: there was nothing. */
+static size_t copy_parts(struct conn *c)
+{
+    struct part *parts[MOVER_COPIES];
+    int codes[MOVER_COPIES];
+    unsigned n = 0;
+    size_t bytes = 0;
+    struct ticket *t;
+    uint32_t index;
+    while (n < MOVER_COPIES && bytes < MOVER_COPY_BYTES && (t = next_part(c, &index)) != NULL) {
+        const size_t part_bytes = bytes_of(c->m, index);
+        parts[n] = part_at(t, index);
+        codes[n] = copy_part(c, parts[n], part_bytes);
+        bytes += part_bytes;
+        n++;
     }
-    step(t, KV_XFER_READ, index, 0, code);
-    return n;
+    for (unsigned i = 0; i < n; i++)
+        step(parts[i]->t, KV_XFER_READ, index_of(parts[i]), 0, codes[i]);
+    return bytes;
 }
 
 bool ship_copy_some(struct kv_mover *m)
@@ -437,12 +453,12 @@ bool ship_copy_some(struct kv_mover *m)
     bool any = false;
     TOW_LIST_EACH (n, &m->conns) {
         struct conn *c = TOW_CONTAINER(n, struct conn, node);
-        struct ticket *t;
-        uint32_t index;
-        for (size_t bytes = 0; c->copies && c->state == CONN_UP && bytes < MOVER_COPY_BYTES &&
-                               (t = next_part(c, &index)) != NULL;
-             any = true)
-            bytes += copy_part(c, t, index);
+        for (size_t bytes = 0, some = 1;
+             some > 0 && c->copies && c->state == CONN_UP && bytes < MOVER_COPY_BYTES;
+             bytes += some) {
+            some = copy_parts(c);
+            any = any || some > 0;
+        }
     }
     return any;
 }
@@ -456,6 +472,7 @@ static struct ticket *offer_target(struct conn *c, const struct wire_offer *o, c
     if (!t || t->x.sender) return NULL;
     *why = "nonce differs";
     if (t->id.nonce != o->ticket.nonce) return NULL;
+    if (t->conn == c) return t;
     *why = "the ticket expects another peer";
     if (t->incarnation != c->peer.incarnation || strcmp(t->peer, c->peer.name) != 0) return NULL;
     return t;
@@ -464,7 +481,7 @@ static struct ticket *offer_target(struct conn *c, const struct wire_offer *o, c
 void ship_offered(struct conn *c, const struct wire_offer *o, struct net_bulk *bulk)
 {
     struct kv_mover *m = c->m;
-    struct tow_err err = {0};
+    struct tow_err err; /* filled where a code is negative */
     const char *why;
     bool tail = o->part.kind == WIRE_TAIL;
     uint32_t index = tail ? KV_PART_TAIL : o->part.index;
