@@ -27,6 +27,9 @@
 enum { STRIPE = 64, BLOCK = 1024, GROUP = 4, LANES = 8, SECRET = 192 };
 enum { READ_AHEAD = 1024 }; /* bytes: what a digest alone will need is fetched */
 enum { AHEAD = 512 }; /* bytes: where the copy will go is fetched for writing, worth 7 % at 64K */
+/* bytes: what will be copied is fetched, across the boundaries at which the processor's own fetching
+ * stops: worth 5 % from memory, 10 % where source and copy just fit the second-level cache */
+enum { COPY_AHEAD = 2048 };
 /* Where in the secret: each stripe of a block 8 further, then these. */
 enum { SECRET_SCRAMBLE = SECRET - STRIPE, SECRET_LAST = SECRET - STRIPE - 7, SECRET_MERGE = 11 };
 static const uint64_t PRIME32_1 = 0x9E3779B1u, PRIME64_1 = 0x9E3779B185EBCA87u;
@@ -110,6 +113,9 @@ INLINE void stripes(struct lanes *l, uint8_t *dst, const uint8_t *src, const uin
                     bool past_cache)
 {
     vec data[GROUP * PER_STRIPE];
+    UNROLL
+    for (int i = 0; i < n; i++)
+        __asm__ volatile("prefetcht0 %0" : : "m"(src[COPY_AHEAD + i * STRIPE])); /* no fault */
     UNROLL
     for (int i = 0; i < n && !past_cache; i++)
         __asm__ volatile("prefetchw %0" : : "m"(dst[AHEAD + i * STRIPE])); /* no fault, if beyond */
