@@ -912,7 +912,8 @@ void mover_on_bulk(void *arg, struct net_bulk *bulk, const void *head, uint32_t 
         wire_unpack_frame(&msg, (const uint8_t *)head + MOVER_LABEL_BYTES,
                           head_bytes - MOVER_LABEL_BYTES, NULL) == 0) {
         memcpy(&label, head, sizeof label);
-        c = conn_by_label(m, label);
+        /* A lost one is as if it had not come. */
+        c = tow_fault(wire_step_name(msg.type, false)) ? NULL : conn_by_label(m, label);
     }
     if (!c || c->target) {
         m->own.stale_messages++;

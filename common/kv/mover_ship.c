@@ -163,6 +163,7 @@ static int do_offer(struct ticket *t, uint32_t index)
         conn_send(t->conn, &msg);
         return 0;
     }
+    if (tow_fault(wire_step_name(msg.type, true))) return TOW_EPEER;
     uint8_t head[MOVER_LABEL_BYTES + KV_MOVER_NOTE_MAX + 256];
     memcpy(head, &t->conn->label, MOVER_LABEL_BYTES);
     int64_t n = wire_pack(&msg, head + MOVER_LABEL_BYTES, sizeof head - MOVER_LABEL_BYTES);
