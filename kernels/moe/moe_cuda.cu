@@ -64,8 +64,9 @@ static __device__ __forceinline__ int32_t expert_of(const int32_t *experts, int3
     return e >= 0 && e < E ? e : -1;
 }
 
-/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. Pairs are read
- * SORT_AHEAD at a time: the memory's latency is most of a thread's time here. */
+/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. Which of a
+ * warp's pairs of one expert comes first is left open: no bit of a result depends on it. Pairs are read
+ * SORT_AHEAD at a time, for the memory's latency. */
 enum { SORT_AHEAD = 8 };
 static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_t n, int32_t E,
                                                   const struct moe_plan &plan)
@@ -79,17 +80,12 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
     for (int32_t e = threadIdx.x; e < warps * E; e += blockDim.x) hist[e] = 0;
     __syncthreads();
     for (int32_t i0 = begin; i0 < end; i0 += 32 * SORT_AHEAD) {
-        int32_t ahead[SORT_AHEAD];
+        int32_t e[SORT_AHEAD];
+#pragma unroll
+        for (int u = 0; u < SORT_AHEAD; u++) e[u] = expert_of(experts, i0 + u * 32 + lane, end, E);
 #pragma unroll
         for (int u = 0; u < SORT_AHEAD; u++)
-            ahead[u] = expert_of(experts, i0 + u * 32 + lane, end, E);
-#pragma unroll
-        for (int u = 0; u < SORT_AHEAD; u++) {
-            const int32_t e = ahead[u];
-            const unsigned same = __match_any_sync(ALL, e);
-            if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
-            __syncwarp();
-        }
+            if (e[u] >= 0) atomicAdd(mine + e[u], 1);
     }
     __syncthreads();
     int32_t pairs = 0, tiles = 0;
@@ -119,19 +115,12 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
         plan.tiles[i] = {0, 0, 0};
     __syncthreads();
     for (int32_t i0 = begin; i0 < end; i0 += 32 * SORT_AHEAD) {
-        int32_t ahead[SORT_AHEAD];
+        int32_t e[SORT_AHEAD];
 #pragma unroll
-        for (int u = 0; u < SORT_AHEAD; u++)
-            ahead[u] = expert_of(experts, i0 + u * 32 + lane, end, E);
+        for (int u = 0; u < SORT_AHEAD; u++) e[u] = expert_of(experts, i0 + u * 32 + lane, end, E);
 #pragma unroll
         for (int u = 0; u < SORT_AHEAD; u++) {
-            const int32_t e = ahead[u], i = i0 + u * 32 + lane;
-            const unsigned same = __match_any_sync(ALL, e);
-            int32_t at = -1;
-            if (e >= 0) at = mine[e] + __popc(same & ((1u << lane) - 1));
-            __syncwarp();
-            if (e >= 0 && lane == __ffs((int)same) - 1) mine[e] += __popc(same);
-            __syncwarp();
+            const int32_t i = i0 + u * 32 + lane, at = e[u] >= 0 ? atomicAdd(mine + e[u], 1) : -1;
             if (i < end) plan.place[i] = at;
             if (at >= 0) plan.order[at] = i;
         }
@@ -240,60 +229,96 @@ struct image {
     enum kern_act_quant aq; /* e4m3: A128 */
 };
 
-/* 128 values v of a row, four a lane, to its places. */
-template <bool E4M3>
-static __device__ __forceinline__ void image_block(const struct image &p, int32_t kb,
-                                                   const int32_t *places, int32_t n, float (&v)[4])
+/* The row of item `at` and its places. */
+static __device__ __forceinline__ int64_t image_row(const struct image &p, int64_t item,
+                                                    const int32_t **places)
 {
-    const int lane = threadIdx.x % 32;
-    if (E4M3) {
-        float scale;
-        const uint32_t word = dev_codes4_a128(v, &scale);
+    *places = p.plan.place + item * (p.slots ? p.slots : 1);
+    return p.slots ? item : **places;
+}
+
+enum { IMAGE_BLOCKS = 4 }; /* times 128 values of a row that a warp has, read at once */
+
+static __global__ void __launch_bounds__(THREADS)
+    image_bf16_kernel(const __grid_constant__ struct image p, int64_t items)
+{
+    const int lane = threadIdx.x % 32, q = lane % 8;
+    const int32_t n_kb = p.kp / 128, each = (n_kb + IMAGE_BLOCKS - 1) / IMAGE_BLOCKS;
+    const int64_t at = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (at / each >= items) return;
+    const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS, n = p.slots ? p.slots : 1;
+    const int32_t *places;
+    const int64_t row = image_row(p, at / each, &places);
+    if (row < 0) return;
+    float v[IMAGE_BLOCKS][4];
+#pragma unroll
+    for (int b = 0; b < IMAGE_BLOCKS; b++)
+        load_row4(p.x + row * p.k, (kb0 + b) * 128 + lane * 4, p.k, v[b]);
+#pragma unroll
+    for (int b = 0; b < IMAGE_BLOCKS; b++) {
+        if (kb0 + b >= n_kb) break;
+        if (p.aq == KERN_AQ_A128) round_a128(v[b]);
+        const uint2 two = pack_row4(v[b]);
         for (int32_t i = 0; i < n; i++) {
             const int64_t place = places[i];
             if (place < 0) continue;
-            const int64_t at = kb * (int64_t)p.plan.room + place;
-            const int piece = lane % 8 ^ (int)(place % 8);
-            *(uint32_t *)(p.out + at * 128 + piece * 16 + lane / 8 * 4) = word;
-            if (lane == 0) p.scale[at] = (uint16_t)(kern_bits(scale) >> 16);
-        }
-    } else {
-        if (p.aq == KERN_AQ_A128) round_a128(v);
-        const uint2 two = pack_row4(v);
-        const int q = lane % 8;
-        for (int32_t i = 0; i < n; i++) {
-            const int64_t place = places[i];
-            if (place < 0) continue;
-            const int64_t at = (kb * 2 + q / 4) * (int64_t)p.plan.room + place;
             const int piece = q % 4 * 2 ^ (int)(place % 8);
-            uint8_t *out = p.out + at * 128 + lane / 8 * 4;
+            uint8_t *out = p.out + (((kb0 + b) * 2 + q / 4) * (int64_t)p.plan.room + place) * 128 +
+                           lane / 8 * 4;
             *(uint32_t *)(out + piece * 16) = two.x;
             *(uint32_t *)(out + (piece ^ 1) * 16) = two.y;
         }
     }
 }
 
-/* A warp has IMAGE_BLOCKS times 128 values of a row, read at once. */
-enum { IMAGE_BLOCKS = 4 };
-template <bool E4M3>
+/* A half of a warp has 128 values, a lane the two words that lie side by side in an image. */
 static __global__ void __launch_bounds__(THREADS)
-    image_kernel(const __grid_constant__ struct image p, int64_t items)
+    image_e4m3_kernel(const __grid_constant__ struct image p, int64_t items)
 {
-    const int lane = threadIdx.x % 32;
+    enum { PASSES = IMAGE_BLOCKS / 2 };
+    const int lane = threadIdx.x % 32, piece = lane % 8, t = lane % 16 / 8 * 2;
     const int32_t n_kb = p.kp / 128, each = (n_kb + IMAGE_BLOCKS - 1) / IMAGE_BLOCKS;
-    const int64_t at = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, item = at / each;
-    if (item >= items) return;
-    const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS, n = p.slots ? p.slots : 1;
-    const int32_t *places = p.plan.place + item * n;
-    const int64_t row = p.slots ? item : places[0];
+    const int64_t at = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
+    if (at / each >= items) return;
+    const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS + lane / 16, n = p.slots ? p.slots : 1;
+    const int32_t *places;
+    const int64_t row = image_row(p, at / each, &places);
     if (row < 0) return;
-    float v[IMAGE_BLOCKS][4];
+    float v[PASSES][2][4];
 #pragma unroll
-    for (int i = 0; i < IMAGE_BLOCKS; i++)
-        load_row4(p.x + row * p.k, (kb0 + i) * 128 + lane * 4, p.k, v[i]);
+    for (int b = 0; b < PASSES; b++)
 #pragma unroll
-    for (int i = 0; i < IMAGE_BLOCKS; i++)
-        if (kb0 + i < n_kb) image_block<E4M3>(p, kb0 + i, places, n, v[i]);
+        for (int h = 0; h < 2; h++)
+            load_row4(p.x + row * p.k, (kb0 + b * 2) * 128 + (t + h) * 32 + piece * 4, p.k,
+                      v[b][h]);
+    uint2 word[PASSES];
+    uint16_t scale[PASSES];
+#pragma unroll
+    for (int b = 0; b < PASSES; b++) {
+        float m = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) m = fmaxf(m, fabsf(v[b][i / 4][i % 4]));
+        /* Numbers that are not negative are in the order of their bits. */
+        m = kern_float(__reduce_max_sync(0xffffu << (lane & 16), kern_bits(m)));
+        const uint8_t c = kern_e4m3_scale_code(m);
+        const float inverse = kern_ue8m0_inverse(c);
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[b][i / 4][i % 4] *= inverse;
+        word[b] = make_uint2(dev_codes4(v[b][0]), dev_codes4(v[b][1]));
+        scale[b] = (uint16_t)(kern_bits(kern_ue8m0_decode(c)) >> 16);
+    }
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t place = places[i];
+        if (place < 0) continue;
+        uint8_t *out = p.out + (int64_t)place * 128 + (piece ^ place % 8) * 16 + t * 4;
+#pragma unroll
+        for (int b = 0; b < PASSES; b++) {
+            if (kb0 + b * 2 >= n_kb) break;
+            const int64_t block = (kb0 + b * 2) * (int64_t)p.plan.room;
+            *(uint2 *)(out + block * 128) = word[b];
+            if (lane % 16 == 0) p.scale[block + place] = scale[b];
+        }
+    }
 }
 
 static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3, int64_t n)
@@ -301,9 +326,9 @@ static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3
     const int64_t warps = n * cuda_ceil(p->kp / 128, IMAGE_BLOCKS);
     const unsigned blocks = (unsigned)cuda_ceil(warps, WARPS);
     if (e4m3)
-        image_kernel<true><<<blocks, THREADS, 0, s->cu>>>(*p, n);
+        image_e4m3_kernel<<<blocks, THREADS, 0, s->cu>>>(*p, n);
     else
-        image_kernel<false><<<blocks, THREADS, 0, s->cu>>>(*p, n);
+        image_bf16_kernel<<<blocks, THREADS, 0, s->cu>>>(*p, n);
 }
 
 /* The first block sorts; the others prepare the n_rows rows of x, which do not wait for that. */

@@ -1,8 +1,8 @@
 /* kernels/moe/moe_cuda.cuh - what the kernels of the moe op tell each other: sorted pairs, tiles of them,
  * prepared rows, and one product of all experts.
  *
- * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, then row, then slot, which
- *          gives each its place. A tile is up to as many neighbouring pairs of one expert as a block
+ * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, which gives each its
+ *          place. A tile is up to as many neighbouring pairs of one expert as a block
  *          multiplies at once.
  * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD. Products
  *          by wgmma read images of rows instead, see moe_wgmma.cuh.

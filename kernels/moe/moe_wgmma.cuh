@@ -158,33 +158,58 @@ wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ri
     }
 }
 
-/* By one warp. */
+/* By one warp, which has read a tile's rows before it waits for room. */
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void wg_look_up(const struct moe_product &p, struct wg_told t,
                                                   struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *to,
                                                   int row_tiles)
 {
+    enum { EACH = WG_M / 32, PAIRS = 4 };
     const int lane = threadIdx.x % 32, items = p.plan.max_tiles * row_tiles;
     for (int at = blockIdx.x; at < items; at += gridDim.x) {
         const struct moe_tile tile = p.plan.tiles[at / row_tiles];
         const int part = at % row_tiles;
         auto *out = to + t.slot;
-        bar_wait(t.read + t.slot, t.phase ^ 1);
-        for (int i = lane; i < WG_M; i += 32) {
-            const struct moe_matrix &m = p.up && i >= 64 ? p.b : p.a;
-            const struct cuda_weight *w = &m.w[tile.expert];
-            const int row = p.up ? part * 64 + i % 64 : part * WG_M + i,
-                      there = row < p.rows ? row : p.rows - 1;
-            float post = E4M3 ? 1.0f : DEV_E2M1_POST;
-            if (E4M3 && F == KERN_W_MXFP4) {
-                out->top[i] = cuda_row_tops(w->scale, p.rows, p.k)[there];
-                post = dev_mxfp4_unit(out->top[i]);
-            }
-            if (F == KERN_W_NVFP4) post *= w->scale2;
-            out->post[i] = moe_nan_rows(m, w, p.rows, p.k)[there] ? NAN : post;
+        const struct cuda_weight *w[2] = {&p.a.w[tile.expert], &p.b.w[tile.expert]};
+        const uint8_t *nan_rows[2];
+        float unit[2], post[EACH];
+        int top[EACH];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            nan_rows[m] = moe_nan_rows(p.a, w[m], p.rows, p.k);
+            unit[m] = E4M3 ? 1.0f : DEV_E2M1_POST;
+            if (F == KERN_W_NVFP4) unit[m] *= w[m]->scale2;
         }
-        for (int i = lane; i < tile.n && p.up; i += 32)
-            out->weight[i] = p.weights[p.plan.order[tile.first + i]];
+#pragma unroll
+        for (int i = 0; i < EACH; i++) { /* all of it at once */
+            const int m = i >= EACH / 2, in = i * 32 + lane,
+                      row = p.up ? part * 64 + in % 64 : part * WG_M + in,
+                      there = row < p.rows ? row : p.rows - 1;
+            top[i] = E4M3 && F == KERN_W_MXFP4 ? cuda_row_tops(w[m]->scale, p.rows, p.k)[there] : 0;
+            post[i] = nan_rows[m][there] ? NAN : unit[m];
+        }
+        bar_wait(t.read + t.slot, t.phase ^ 1);
+        for (int i0 = 0; i0 < tile.n && p.up; i0 += 32 * PAIRS) {
+            int32_t pair[PAIRS];
+#pragma unroll
+            for (int u = 0; u < PAIRS; u++) {
+                const int i = i0 + u * 32 + lane;
+                pair[u] = i < tile.n ? p.plan.order[tile.first + i] : 0;
+            }
+#pragma unroll
+            for (int u = 0; u < PAIRS; u++) {
+                const int i = i0 + u * 32 + lane;
+                if (i < tile.n) out->weight[i] = p.weights[pair[u]];
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (E4M3 && F == KERN_W_MXFP4) {
+                out->top[i * 32 + lane] = top[i];
+                post[i] *= dev_mxfp4_unit(top[i]);
+            }
+            out->post[i * 32 + lane] = post[i];
+        }
         if (lane == 0) out->tile = tile;
         __syncwarp();
         if (lane == 0) bar_arrive(t.there + t.slot);
