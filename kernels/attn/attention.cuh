@@ -1,5 +1,5 @@
-/* kernels/attn/attention.cuh - what the attention kernels share: a row's keys, in their order, and where
- * each of them lies. */
+/* kernels/attn/attention.cuh - what the attention kernels share: a row's keys, in their order, and
+ * where each of them lies. */
 #ifndef KERN_ATTN_ATTENTION_CUH
 #define KERN_ATTN_ATTENTION_CUH
 
@@ -19,9 +19,10 @@ struct attn_job {
     enum kern_dtype act;
 };
 
-/* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and 64 bf16
- * values; q, kv, o and pages 16-byte aligned. Enqueue. */
-void attention_wgmma(struct kern_stream *s, const struct attn_job *j);
+/* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and
+ * 64 bf16 values; q, kv, o and pages 16-byte aligned. Enqueue; false: the driver refuses to
+ * describe the queries. */
+bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 void attention_few(struct kern_stream *s, const struct attn_job *j);
 
 /* One row's keys. */

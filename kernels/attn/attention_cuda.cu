@@ -1,18 +1,20 @@
-/* kernels/attn/attention_cuda.cu - attention of each row over its window and its compressed entries.
+/* kernels/attn/attention_cuda.cu - attention of each row over its window and compressed entries.
  *
- * The model's width has kernels of its own on sm_90a, attention_wgmma_cuda.cu and, where rows are few,
- * attention_few_cuda.cu. Here are a tiled kernel for other widths and for sm_120, and a plain one for any
- * types.
+ * The model's width has kernels of its own on sm_90a, attention_wgmma_cuda.cu and, where rows are
+ * few, attention_few_cuda.cu. Here are a tiled kernel for other widths and for sm_120, and a plain
+ * one for any types.
  *
- * Tiled: a CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed order
- * (window ascending, then entries ascending): rows are gathered from the batch, the ring or the pages and
- * widened to bf16 in shared memory, exactly; as keys are values, one tile serves both products. Weights
- * are rounded against the final maximum, as the twin's are, so there are two passes:
- *   first   scores on the matrix unit, the width in two halves that different warps sum; they go to
- *           scratch, which stays in L2, and the maxima to registers
- *   second  from the last tile, which is still there, to the first: weights exp(s - max), rounded to
- *           bf16, times the tile; the output in registers, each warp its own columns
- * Scores of more than KEPT keys are computed again. The next tile's codes are on their way meanwhile.
+ * Tiled: a CTA takes a row and up to 64 heads, then the next. Keys come in tiles in their fixed
+ * order (window ascending, then entries ascending): rows are gathered from the batch, the ring or
+ * the pages and widened to bf16 in shared memory, exactly; as keys are values, one tile serves both
+ * products. Weights are rounded against the final maximum, as the twin's are, so there are two
+ * passes:
+ *   first   scores on the matrix unit, the width in two halves that different warps sum; they go
+ *           to scratch, which stays in L2, and the maxima to registers
+ *   second  from the last tile, which is still there, to the first: weights exp(s - max), rounded
+ *           to bf16, times the tile; the output in registers, each warp its own columns
+ * Scores of more than KEPT keys are computed again. The next tile's codes are on their way
+ * meanwhile.
  *
  * The order of a row's sums depends on its own keys and the width alone: how many heads share a CTA
  * (all of 64 in prefill; 16 where rows are few, so that more CTAs work) changes no bit.
@@ -99,8 +101,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 /* ------------------------------------------------------------------ bf16, on the matrix unit */
 
-/* Pieces of 16 bytes in shared memory: rows of `pieces`, so placed that eight rows' pieces of one column
- * meet different banks. */
+/* Pieces of 16 bytes in shared memory: rows of `pieces`, so placed that eight rows' pieces of one
+ * column meet different banks. */
 struct pitch {
     int pieces, ld;
     __device__ __forceinline__ int at(int row, int piece) const
@@ -527,7 +529,7 @@ extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_atte
         launch_tiled(s, &j);
     else if (few_rows(s, &j))
         attention_few(s, &j);
-    else
-        attention_wgmma(s, &j);
+    else if (!attention_wgmma(s, &j))
+        return TOW_EDEVICE;
     return cuda_done(s, "attention");
 }

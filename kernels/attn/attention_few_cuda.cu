@@ -1,15 +1,16 @@
-/* kernels/attn/attention_few_cuda.cu - attention where rows are too few to fill the device (sm_90a).
+/* kernels/attn/attention_few_cuda.cu - attention where rows are too few to fill an sm_90a.
  *
- * A cluster of eight CTAs takes a row and 16 heads, and eight tiles of keys at a time, each CTA one of
- * them: it widens the tile, makes its scores over the whole width, and tells the others its maxima. With
- * those each knows the running maximum, makes its tile's weights and hands them to all. Then a CTA sums 64
- * of the 512 columns over the eight tiles in their order, from its neighbours' tiles, where its columns lie
- * together. The next tiles' codes are on their way meanwhile.
+ * A cluster of eight CTAs takes a row and 16 heads, and eight tiles of keys at a time, each CTA one
+ * of them: it widens the tile, makes its scores over the whole width, and tells the others its
+ * maxima. With those each knows the running maximum, makes its tile's weights and hands them to
+ * all. Then a CTA sums 64 of the 512 columns over the eight tiles in their order, from its
+ * neighbours' tiles, where its columns lie together. The next tiles' codes are on their way
+ * meanwhile.
  *
- * Order    of all sums, and what is rounded where, are those of attention_wgmma_cuda.cu: same bits. A chain of
- *          mma.sync has the bits of wgmma's where keys and columns have the same slots.
- * Bound    Latency: three reads that wait for one another, chains of 32 mma for scores and for columns, two
- *          meetings of the cluster, per eight tiles.
+ * Order    of all sums, and what is rounded where, are those of attention_wgmma_cuda.cu: same bits.
+ *          A chain of mma.sync has the bits of wgmma's where keys and columns have the same slots.
+ * Bound    Latency: three reads that wait for one another, chains of 32 mma for scores and for
+ *          columns, two meetings of the cluster, per eight tiles.
  */
 #include "kernels/attn/key_tile.cuh"
 #include "kernels/attn/softmax.cuh"
@@ -17,20 +18,20 @@
 
 enum {
     HEADS = 16,
-    CLUSTER = 8, /* WIDTH / 64: a block of columns each; the most that every device grants */
+    CLUSTER = 8, /* KEY_WIDTH / 64: a block of columns each; the most that every device grants */
     WARPS = 8,   /* eight keys, then eight columns each */
     THREADS = WARPS * 32,
 };
 
 struct shared {
-    uint8_t tile[TILE];
-    uint8_t v[CLUSTER][BLOCK]; /* this CTA's columns of everybody's tile */
-    uint8_t q[WIDTH / 64][HEADS * 128];
+    uint8_t tile[KEY_TILE];
+    uint8_t v[CLUSTER][KEY_BLOCK]; /* this CTA's columns of everybody's tile */
+    uint8_t q[KEY_WIDTH / 64][HEADS * 128];
     uint8_t p[CLUSTER][HEADS * 128];    /* weights of everybody's tile: 16 heads x 64 keys */
     float reference[2][CLUSTER][HEADS]; /* maxima of everybody's tile, by the turn's parity */
     float sum[CLUSTER][HEADS];
     float top[WARPS][HEADS];
-    struct source src[KEYS];
+    struct key_source src[KEY_ROWS];
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -51,45 +52,45 @@ static __device__ __forceinline__ uint4 remote_piece(uint32_t from)
 
 /* A lane's quarter of a key on its way, where it is stored in e4m3. */
 struct fetched {
-    uint4 codes[CODES / 64];
+    uint4 codes[KEY_CODES / 64];
     uint2 scales;
 };
-static __device__ __forceinline__ void fetch(const struct source &s, struct fetched *r)
+static __device__ __forceinline__ void fetch(const struct key_source &s, struct fetched *r)
 {
     if (!s.scales) return;
     const uint4 *from = (const uint4 *)s.row + threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < CODES / 64; i++) r->codes[i] = __ldg(from + 4 * i);
-    if (threadIdx.x % 4 == 0) prefetch(s.row + CODES);
+    for (int i = 0; i < KEY_CODES / 64; i++) r->codes[i] = __ldg(from + 4 * i);
+    if (threadIdx.x % 4 == 0) key_prefetch(s.row + KEY_CODES);
     r->scales = __ldg((const uint2 *)s.scales);
 }
-static __device__ __forceinline__ void store_key(const struct source &s, const struct fetched &r,
-                                                 uint8_t *tile, int key)
+static __device__ __forceinline__ void store_key(const struct key_source &s,
+                                                 const struct fetched &r, uint8_t *tile, int key)
 {
-    const struct spot at(tile, key, threadIdx.x % 32);
+    const struct key_spot at(tile, key, threadIdx.x % 32);
     if (!s.scales) {
         at.plain(s.row);
         return;
     }
     at.rest(s.row);
-    uint32_t odds = odd::add(r.scales);
+    uint32_t odds = key_odd::add(r.scales);
 #pragma unroll
-    for (int i = 0; i < CODES / 64; i++) {
-        odds |= odd::add(r.codes[i]);
-        at.codes(i, r.codes[i], scale_at(r.scales, i));
+    for (int i = 0; i < KEY_CODES / 64; i++) {
+        odds = key_odd::add(odds, r.codes[i]);
+        at.codes(i, r.codes[i], r.scales);
     }
-    if (odd::any(odds)) at.odd_codes(s);
+    if (key_odd::any(odds)) at.odd_codes(s);
 }
 
-static __device__ __forceinline__ struct found look_up(const struct attn_job &j,
-                                                       const struct attn_keys &ks, int32_t i)
+static __device__ __forceinline__ struct key_found look_up(const struct attn_job &j,
+                                                           const struct attn_keys &ks, int32_t i)
 {
-    const struct looked a = look(j, ks, i, ks.n);
+    const struct key_looked a = key_look(j, ks, i, ks.n);
     uint32_t e = (uint32_t)a.row;
     if (a.n < 0 && ks.selected) e = (uint32_t)__ldg(ks.selected + a.row);
-    return find(j, a, e);
+    return key_find(j, a, e);
 }
-static __device__ __forceinline__ uint32_t page_of(const struct found &f)
+static __device__ __forceinline__ uint32_t page_of(const struct key_found &f)
 {
     return f.n < 0 ? __ldg((const uint32_t *)f.at) : 0;
 }
@@ -101,9 +102,9 @@ static __device__ __forceinline__ void scores(const struct shared *sh, int warp,
     const int key = warp * 8 + lane % 8;
     s[0] = s[1] = s[2] = s[3] = 0.0f;
 #pragma unroll 8
-    for (int k = 0; k < WIDTH / 16; k += 2) {
+    for (int k = 0; k < KEY_WIDTH / 16; k += 2) {
         uint32_t b[4];
-        dev_ldmatrix4(b, sh->tile + k / 4 * BLOCK + key * 128 +
+        dev_ldmatrix4(b, sh->tile + k / 4 * KEY_BLOCK + key * 128 +
                              ((k % 4 * 2 + lane / 8 ^ key % 8) << 4));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
@@ -119,7 +120,7 @@ static __device__ __forceinline__ void add(const struct shared *sh, int i, int w
                                            float (&o)[4])
 {
 #pragma unroll
-    for (int k = 0; k < KEYS / 16; k += 2) {
+    for (int k = 0; k < KEY_ROWS / 16; k += 2) {
         uint32_t b[4];
         dev_ldmatrix4_trans(b, sh->v[i] + (k * 16 + lane) * 128 + ((warp ^ lane % 8) << 4));
 #pragma unroll
@@ -143,39 +144,39 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const float factor = attn_factor(j.scale);
     struct attn_keys ks;
     if (!attn_keys_of(j, t, &ks)) return; /* the whole cluster */
-    const int32_t tiles = (ks.n + KEYS - 1) / KEYS;
+    const int32_t tiles = (ks.n + KEY_ROWS - 1) / KEY_ROWS;
 
-    for (int i = threadIdx.x; i < HEADS * (WIDTH / 8); i += THREADS) {
-        const int h = i / (WIDTH / 8), piece = i % (WIDTH / 8);
+    for (int i = threadIdx.x; i < HEADS * (KEY_WIDTH / 8); i += THREADS) {
+        const int h = i / (KEY_WIDTH / 8), piece = i % (KEY_WIDTH / 8);
         const bool there = h0 + h < j.H;
         dev_copy16(sh->q[piece / 8] + h * 128 + ((piece ^ h) % 8 << 4),
                    (const uint8_t *)j.q +
-                       (((int64_t)t * j.H + h0 + (there ? h : 0)) * WIDTH + piece * 8) * 2,
+                       (((int64_t)t * j.H + h0 + (there ? h : 0)) * KEY_WIDTH + piece * 8) * 2,
                    there);
     }
     dev_copy_commit();
-    if (threadIdx.x < KEYS) {
-        const struct found f = look_up(j, ks, rank * KEYS + (int32_t)threadIdx.x);
-        sh->src[threadIdx.x] = source_of(j, f, page_of(f));
+    if (threadIdx.x < KEY_ROWS) {
+        const struct key_found f = look_up(j, ks, rank * KEY_ROWS + (int32_t)threadIdx.x);
+        sh->src[threadIdx.x] = key_source_of(j, f, page_of(f));
     }
     __syncthreads();
-    struct source src = sh->src[key];
+    struct key_source src = sh->src[key];
     struct fetched bytes;
     fetch(src, &bytes);
 
     struct attn_chain chain[2] = {{ATTN_LEAST, 0}, {ATTN_LEAST, 0}}; /* heads g, g + 8 */
     float o[4] = {};
     for (int32_t i0 = 0; i0 < tiles; i0 += CLUSTER) {
-        const int32_t mine = i0 + rank, next = (mine + CLUSTER) * KEYS;
+        const int32_t mine = i0 + rank, next = (mine + CLUSTER) * KEY_ROWS;
         const int parity = i0 / CLUSTER % 2;
         const int some = tiles - i0 < CLUSTER ? tiles - i0 : CLUSTER; /* tiles of this turn */
         float s[4];
         if (mine < tiles) store_key(src, bytes, sh->tile, key);
         dev_copy_commit();
         dev_copy_wait<0>();
-        struct found found = {};
+        struct key_found found = {};
         uint32_t page = 0;
-        if (threadIdx.x < KEYS) {
+        if (threadIdx.x < KEY_ROWS) {
             found = look_up(j, ks, next + (int32_t)threadIdx.x);
             page = page_of(found);
         }
@@ -186,7 +187,8 @@ static __global__ void __launch_bounds__(THREADS, 1)
 #pragma unroll
             for (int e = 0; e < 4; e++) {
                 s[e] *= factor;
-                if (mine * KEYS + warp * 8 + 2 * c + e % 2 >= ks.n) s[e] = -kern_float(0x7f800000u);
+                if (mine * KEY_ROWS + warp * 8 + 2 * c + e % 2 >= ks.n)
+                    s[e] = -kern_float(0x7f800000u);
             }
 #pragma unroll
             for (int r = 0; r < 2; r++) {
@@ -196,7 +198,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
                 if (c == 0) sh->top[warp][g + 8 * r] = top[r];
             }
         }
-        if (threadIdx.x < KEYS) sh->src[threadIdx.x] = source_of(j, found, page);
+        if (threadIdx.x < KEY_ROWS) sh->src[threadIdx.x] = key_source_of(j, found, page);
         __syncthreads();
         if (mine < tiles && threadIdx.x < HEADS * CLUSTER) { /* a head's maximum to a neighbour */
             const int h = threadIdx.x % HEADS, to = threadIdx.x / HEADS;
@@ -216,18 +218,30 @@ static __global__ void __launch_bounds__(THREADS, 1)
                 const int h = g + 8 * r;
                 float m = chain[r].m;
                 for (int i = 0; i <= rank; i++) m = fmaxf(m, sh->reference[parity][i][h]);
-                const uint32_t two = attn_weights(s[2 * r], s[2 * r + 1], m);
+                const float own = sh->reference[parity][rank][h];
+                const uint32_t two =
+                    attn_scaled(attn_weights(s[2 * r], s[2 * r + 1], own), attn_power(own - m));
                 const uint32_t *to =
                     (const uint32_t *)(sh->p[rank] + h * 128 + ((warp ^ h % 8) << 4)) + c;
 #pragma unroll
                 for (int i = 0; i < CLUSTER; i++) remote_word(dev_shared_of(to, i), two);
             }
         }
-        for (int i = threadIdx.x; i < some * (BLOCK / 16); i += THREADS) {
-            const int from = i / (BLOCK / 16), piece = i % (BLOCK / 16);
-            *(uint4 *)(sh->v[from] + piece * 16) =
-                remote_piece(dev_shared_of(sh->tile + rank * BLOCK + piece * 16, from));
-        }
+        /* All on their way at once: a neighbour is half a thousand cycles away. */
+        uint4 pieces[CLUSTER][KEY_BLOCK / 16 / THREADS];
+#pragma unroll
+        for (int i = 0; i < CLUSTER; i++)
+#pragma unroll
+            for (int k = 0; k < KEY_BLOCK / 16 / THREADS; k++)
+                if (i < some)
+                    pieces[i][k] = remote_piece(dev_shared_of(
+                        sh->tile + rank * KEY_BLOCK + (k * THREADS + threadIdx.x) * 16, i));
+#pragma unroll
+        for (int i = 0; i < CLUSTER; i++)
+#pragma unroll
+            for (int k = 0; k < KEY_BLOCK / 16 / THREADS; k++)
+                if (i < some)
+                    *(uint4 *)(sh->v[i] + (k * THREADS + threadIdx.x) * 16) = pieces[i][k];
         cluster_meet(); /* weights are there, tiles have been read */
 
         if (threadIdx.x < HEADS * 4) { /* sums of weights: by four threads each, then a butterfly */
@@ -265,7 +279,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         const int32_t h = h0 + g + 8 * r;
         if (h >= j.H) continue;
         const float inverse = attn_inverse(chain[r], j.sink[h]);
-        *(uint32_t *)((uint16_t *)j.o + ((int64_t)t * j.H + h) * WIDTH + rank * 64 + warp * 8 +
+        *(uint32_t *)((uint16_t *)j.o + ((int64_t)t * j.H + h) * KEY_WIDTH + rank * 64 + warp * 8 +
                       c * 2) = attn_bf16x2(o[2 * r] * inverse, o[2 * r + 1] * inverse);
     }
 }

@@ -1,8 +1,8 @@
 /* kernels/attn/softmax.cuh - weights against a power of two, and the chain of a row's tiles.
  *
- * A score enters as y = score * scale * log2(e); its weight is 2^(y - m) for an integer m that no y of the row
- * so far exceeds. 2^(y - rint(y)) is rounded to bf16 before it meets the power of two, so that the same
- * score has the same digits against any m.
+ * A score enters as y = score * scale * log2(e). Its weight is 2^(y - r), rounded to bf16, where
+ * the integer r is the largest y of its tile, rounded up; and then times 2^(r - m), m being the
+ * largest r of the row's tiles so far: a power of two, which changes no digit.
  */
 #ifndef KERN_ATTN_SOFTMAX_CUH
 #define KERN_ATTN_SOFTMAX_CUH
@@ -14,8 +14,7 @@
 struct attn_chain {
     float m, sum;
 };
-/* Stands for scores below it, -inf too, and is the reference where all are: then the row is NaN. Its last
- * digit is 1/8, as rint() below needs it. */
+/* The reference where all scores are below it, or -inf: then the row is NaN. */
 #define ATTN_LEAST (-2097152.0f)
 
 static __device__ __forceinline__ float attn_factor(float scale)
@@ -39,21 +38,19 @@ static __device__ __forceinline__ uint32_t attn_bf16x2(float a, float b)
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
     return r;
 }
-/* Of two scores, weights in bf16. NaN stays; ex2.approx errs by 2^-22, eight thousand times less than the
- * rounding that follows. */
-static __device__ __forceinline__ uint32_t attn_weights(float y0, float y1, float m)
+/* Of two scores, weights in bf16 against a reference. ex2.approx errs by 2^-22, eight thousand
+ * times less than the rounding that follows. */
+static __device__ __forceinline__ uint32_t attn_weights(float y0, float y1, float reference)
 {
-    float y[2] = {y0, y1}, e[2], power[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        asm("max.NaN.f32 %0, %1, %2;" : "=f"(y[i]) : "f"(y[i]), "f"(ATTN_LEAST));
-        const float n = (y[i] + 12582912.0f) - 12582912.0f; /* rint */
-        asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e[i]) : "f"(y[i] - n));
-        power[i] = attn_power(n - m);
-    }
-    const uint32_t powers =
-        __byte_perm(kern_bits(power[0]), kern_bits(power[1]), 0x7632); /* upper halves */
-    return dev_mul_bf16x2(attn_bf16x2(e[0], e[1]), powers);
+    float e[2];
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e[0]) : "f"(y0 - reference));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e[1]) : "f"(y1 - reference));
+    return attn_bf16x2(e[0], e[1]);
+}
+/* Two weights times a power of two. */
+static __device__ __forceinline__ uint32_t attn_scaled(uint32_t two, float power)
+{
+    return dev_mul_bf16x2(two, __byte_perm(kern_bits(power), 0, 0x3232));
 }
 /* One over the denominator. */
 static __device__ __forceinline__ float attn_inverse(const struct attn_chain &c, float sink)

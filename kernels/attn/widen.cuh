@@ -1,7 +1,8 @@
 /* kernels/attn/widen.cuh - stored codes of keys widened to bf16, exactly.
  *
- * e4m3 and e2m1 codes become bf16 by moving their bits below the exponent's bias and one multiplication
- * by a power of two, which also makes subnormals right. Then the scale, another power of two.
+ * e4m3 and e2m1 codes become bf16 by moving their bits below the exponent's bias and one
+ * multiplication by a power of two, which also makes subnormals right. Then the scale, another
+ * power of two.
  */
 #ifndef KERN_ATTN_WIDEN_CUH
 #define KERN_ATTN_WIDEN_CUH
@@ -40,17 +41,20 @@ static __device__ __forceinline__ uint4 dev_mul_bf16x8(const uint4 &a, uint32_t 
     return make_uint4(dev_mul_bf16x2(a.x, scale2), dev_mul_bf16x2(a.y, scale2),
                       dev_mul_bf16x2(a.z, scale2), dev_mul_bf16x2(a.w, scale2));
 }
-/* Sixteen e4m3 codes, none of them NaN, times 2^(scale - 127), scale up to 127 + 7: one product each. */
-static __device__ __forceinline__ void dev_e4m3x16_times(const uint4 &codes, uint32_t scale,
+/* Sixteen e4m3 codes, none of them NaN, times factor / 2^120; factor: a power of two in both
+ * halves. A bf16's upper byte is a code's sign and the upper three bits of its exponent, its lower
+ * byte the other four bits. */
+static __device__ __forceinline__ void dev_e4m3x16_times(const uint4 &codes, uint32_t factor,
                                                          uint4 *lo, uint4 *hi)
 {
     const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
-    const uint32_t factor = dev_twice((scale + 120) << 7);
     uint32_t r[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const uint32_t x = __byte_perm(w[i / 2], 0, i % 2 ? 0x3424 : 0x1404);
-        r[i] = dev_mul_bf16x2((x & 0x80008000u) | ((x >> 4) & 0x07f007f0u), factor);
+    for (int i = 0; i < 4; i++) {
+        const uint32_t upper = (w[i] >> 4 & 0x07070707u) | (w[i] & 0x80808080u);
+        const uint32_t lower = w[i] << 4 & 0xf0f0f0f0u;
+        r[2 * i] = dev_mul_bf16x2(__byte_perm(lower, upper, 0x5140), factor);
+        r[2 * i + 1] = dev_mul_bf16x2(__byte_perm(lower, upper, 0x7362), factor);
     }
     *lo = make_uint4(r[0], r[1], r[2], r[3]);
     *hi = make_uint4(r[4], r[5], r[6], r[7]);

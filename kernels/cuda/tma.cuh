@@ -86,6 +86,13 @@ static __device__ __forceinline__ void tile_load(void *to, const CUtensorMap *ma
                  "l"(map), "r"(at), "r"(row), "r"(dev_shared(bar))
                  : "memory");
 }
+/* The same tile to L2. */
+static __device__ __forceinline__ void tile_prefetch(const CUtensorMap *map, int32_t at, int32_t row)
+{
+    asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
+                 "r"(at), "r"(row)
+                 : "memory");
+}
 /* The same to the same place of every block of the cluster in `mask`, and to its barrier. */
 static __device__ __forceinline__ void tile_load_to(void *to, const CUtensorMap *map, uint64_t *bar,
                                                     int32_t at, int32_t row, uint16_t mask)

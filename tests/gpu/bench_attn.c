@@ -1,6 +1,7 @@
 /* tests/gpu/bench_attn.c - attention at the shapes of V4-Flash.
  *
- * Goals are those for one H200. usage: bench_attn [PART OF A NAME, or of an attention's shape] [cuda:N]
+ * Goals are those for one H200. usage: bench_attn [PART OF A NAME, or of an attention's shape]
+ * [cuda:N]
  */
 #include "tests/gpu/bench.h"
 
