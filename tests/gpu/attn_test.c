@@ -1,9 +1,9 @@
-/* tests/gpu/attn_test.c - index selection, ranks and attention on the device at the shapes of V4-Flash:
- * lengths around every border there is, up to 262,144 entries, and a row alone against the same row in a
- * batch, bit for bit.
+/* tests/gpu/attn_test.c - index selection, ranks and attention on the device at the shapes of
+ * V4-Flash: lengths around every border there is, up to 262,144 entries, and a row alone against
+ * the same row in a batch, bit for bit.
  *
- * Scores and outputs are compared with the CPU's; a selection with a sort of the scores it was made of.
- * Exit 77 where there is no device.
+ * Scores and outputs are compared with the CPU's; a selection with a sort of the scores it was made
+ * of. Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
 #include "tests/support/device.h"
@@ -20,6 +20,7 @@
 enum { H = 64, W = 128, D = 512, RD = 64, C4 = 0, C128 = 1, POOL = 256, LONGEST = 1 << 20 };
 
 static struct kern_dev *cpu, *gpu;
+static const char *device; /* gpu's, without the mirror */
 static uint64_t seed = 1;
 
 static float rnd(void)
@@ -36,7 +37,8 @@ static const struct kern_ops *ops_of(struct kern_dev *dev)
     return kern_dev_ops(dev);
 }
 
-/* A pool of POOL pages full of rows; tables of pages go round in it, so that contexts can be long. */
+/* A pool of POOL pages full of rows; tables of pages go round in it, so that contexts can be
+ * long. */
 struct world {
     struct kern_kv_layout l;
     uint8_t *pages, *tail;
@@ -353,8 +355,8 @@ static void attend(struct kern_dev *dev, const struct world *w, int layer, const
 
 static void attention_rows(enum kern_kv_fmt kv, int layer)
 {
-    /* Rows of their own, then a chunk whose window reaches back to the ring. So many rows take a CTA for
-     * 64 heads each; alone a row is spread over many. */
+    /* Rows of their own, then a chunk whose window reaches back to the ring. So many rows take a
+     * CTA for 64 heads each; alone a row is spread over many. */
     static const int32_t pos[] = {0,     1,      2,      3,      62,     63,         64,
                                   65,    126,    127,    128,    129,    191,        255,
                                   256,   511,    512,    639,    2047,   2048,       65535,
@@ -442,8 +444,8 @@ static void test_attention__odd_keys_are_near_the_cpu(void **state)
     (void)state;
     world_open(&w, KERN_KV_FP8, KERN_IK_FP8);
     const struct kern_kv_layer *y = &w.l.layer[C4];
-    /* Of page 0, which all sequences begin with: a NaN code, a NaN scale, the largest scale that is finite,
-     * the smallest, and in the ring the same. */
+    /* Of page 0, which all sequences begin with: a NaN code, a NaN scale, the largest scale that is
+     * finite, the smallest, and in the ring the same. */
     uint8_t *part = w.pages + (int64_t)w.ids[0] * w.l.page_bytes + y->main_off;
     uint8_t *ring = w.tail + y->window_off;
     const int64_t row = D + RD;
@@ -492,13 +494,88 @@ static void test_attention__any_length_is_near_the_cpu(void **state)
     attention_rows(KERN_KV_BF16, C128);
 }
 
+/* `bytes` from the host to memory of the device's, `past` bytes behind an aligned address. */
+static void *sent(struct kern_dev *dev, const void *from, size_t bytes, size_t past)
+{
+    uint8_t *p = kern_dev_alloc(dev, bytes + past);
+    assert_non_null(p);
+    assert_int_equal(kern_stream_write(kern_dev_stream(dev), p + past, from, bytes), 0);
+    return p + past;
+}
+/* Queries, keys, pages and output in turn begin at an odd element: what copies 16 bytes at a time
+ * must not take them. */
+static void test_attention__arrays_that_are_not_aligned_are_near_the_cpu(void **state)
+{
+    enum { T = 11, POS = 700, ARRAYS = 4 };
+    struct world w;
+    struct kern_dev *bare;
+    struct tow_err err = {0};
+    struct rows r = {.q = malloc((size_t)T * H * D * 2),
+                     .kv = malloc((size_t)T * D * 2),
+                     .sel = malloc((size_t)T * 512 * 4),
+                     .n_sel = malloc(T * 4)};
+    const size_t o_bytes = (size_t)T * H * D * 2;
+    uint16_t *got = malloc(o_bytes), *want = malloc(o_bytes);
+    (void)state;
+    assert_int_equal(kern_dev_open(&bare, device, 1, &err), 0);
+    world_open(&w, KERN_KV_FP8, KERN_IK_FP8);
+    fill(r.q, (size_t)T * H * D, 1);
+    fill(r.kv, (size_t)T * D, 2);
+    for (int h = 0; h < H; h++) r.sink[h] = rnd();
+    for (int t = 0; t < T; t++) {
+        r.n_sel[t] = 40 + t;
+        for (int i = 0; i < 512; i++) r.sel[t * 512 + i] = i < r.n_sel[t] ? 3 * i : -1;
+    }
+    const struct kern_seq seq = seq_at(&w, 0, T, POS, 512);
+    attend(cpu, &w, C4, &r, 0, T, &seq, 1, want);
+    for (int odd = -1; odd < ARRAYS; odd++) { /* at first none */
+        size_t past[ARRAYS] = {0};
+        if (odd >= 0) past[odd] = 2;
+        struct kern_seq q = seq;
+        q.tail = sent(bare, w.tail, (size_t)w.l.tail_bytes, 0);
+        struct kern_attention p = {
+            .q = sent(bare, r.q, (size_t)T * H * D * 2, past[0]),
+            .kv = sent(bare, r.kv, (size_t)T * D * 2, past[1]),
+            .sink = sent(bare, r.sink, sizeof r.sink, 0),
+            .o = sent(bare, r.q, o_bytes, past[2]), /* something else than the result */
+            .pages = sent(bare, w.pages, (size_t)(POOL * w.l.page_bytes), past[3]),
+            .layout = &w.l,
+            .layer = C4,
+            .seqs = &q,
+            .n_seqs = 1,
+            .selected = sent(bare, r.sel, (size_t)T * 512 * 4, 0),
+            .n_selected = sent(bare, r.n_sel, T * 4, 0),
+            .sel_ld = 512,
+            .T = T,
+            .H = H,
+            .scale = 0.0442f,
+            .act = KERN_BF16};
+        assert_int_equal(ops_of(bare)->attention(kern_dev_stream(bare), &p), 0);
+        assert_int_equal(kern_stream_read(kern_dev_stream(bare), got, p.o, o_bytes), 0);
+        check_near(got, want, T, 8e-3);
+        void *all[] = {q.tail,
+                       (uint8_t *)p.q - past[0],
+                       (uint8_t *)p.kv - past[1],
+                       (void *)p.sink,
+                       (uint8_t *)p.o - past[2],
+                       (uint8_t *)p.pages - past[3],
+                       (void *)p.selected,
+                       (void *)p.n_selected};
+        for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(bare, all[i]);
+    }
+    free(r.q), free(r.kv), free(r.sel), free(r.n_sel), free(got), free(want);
+    world_close(&w);
+    kern_dev_close(bare);
+}
+
 int main(int argc, char **argv)
 {
     const char *d = getenv("TOW_TEST_DEVICE");
-    char device[64];
-    snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
+    char mirror[64];
+    device = d && *d ? d : "cuda:0";
+    snprintf(mirror, sizeof mirror, "mirror:%s", device);
     struct tow_err err = {0};
-    if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
+    if (kern_dev_open(&gpu, mirror, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_index_select__any_length_keeps_what_a_sort_keeps),
@@ -506,6 +583,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_index_rank__odd_scores_have_the_ranks_of_a_count),
         cmocka_unit_test(test_attention__any_length_is_near_the_cpu),
         cmocka_unit_test(test_attention__odd_keys_are_near_the_cpu),
+        cmocka_unit_test(test_attention__arrays_that_are_not_aligned_are_near_the_cpu),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("gpu/attn", tests, NULL, NULL);
