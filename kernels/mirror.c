@@ -526,30 +526,38 @@ MIRROR(attention)
     p.selected = in(m, p.selected, T * p.sel_ld * 4);
     RUN(attention);
 }
+static void route_spans(struct kern_dev *m, struct kern_route *p)
+{
+    const int64_t T = p->T;
+    p->logits = in(m, p->logits, T * p->E * 4);
+    p->bias = in(m, p->bias, p->E * 4);
+    p->tid2eid = in(m, p->tid2eid, (int64_t)p->V * p->k * p->tid_bytes);
+    p->ids = p->tid2eid ? in(m, p->ids, T * 4) : NULL;
+    p->experts = out(m, p->experts, T * p->k * 4);
+    p->weights = out(m, p->weights, T * p->k * 4);
+    p->margin = out(m, p->margin, T * 4);
+}
 MIRROR(route)
 {
     BEGIN(route);
-    const int64_t T = p.T;
-    p.logits = in(m, p.logits, T * p.E * 4);
-    p.bias = in(m, p.bias, p.E * 4);
-    p.tid2eid = in(m, p.tid2eid, (int64_t)p.V * p.k * p.tid_bytes);
-    p.ids = p.tid2eid ? in(m, p.ids, T * 4) : NULL;
-    p.experts = out(m, p.experts, T * p.k * 4);
-    p.weights = out(m, p.weights, T * p.k * 4);
-    p.margin = out(m, p.margin, T * 4);
+    route_spans(m, &p);
     RUN(route);
+}
+static void moe_spans(struct kern_dev *m, struct kern_moe *p)
+{
+    const int64_t T = p->T;
+    p->x = in(m, p->x, T * p->D * act(p->act));
+    p->experts = in(m, p->experts, T * p->k * 4);
+    p->weights = in(m, p->weights, T * p->k * 4);
+    p->w1 = weights(m, p->w1, p->E);
+    p->w2 = weights(m, p->w2, p->E);
+    p->w3 = weights(m, p->w3, p->E);
+    p->out = out(m, p->out, T * p->D * 4);
 }
 MIRROR(moe)
 {
     BEGIN(moe);
-    const int64_t T = p.T;
-    p.x = in(m, p.x, T * p.D * act(p.act));
-    p.experts = in(m, p.experts, T * p.k * 4);
-    p.weights = in(m, p.weights, T * p.k * 4);
-    p.w1 = weights(m, p.w1, p.E);
-    p.w2 = weights(m, p.w2, p.E);
-    p.w3 = weights(m, p.w3, p.E);
-    p.out = out(m, p.out, T * p.D * 4);
+    moe_spans(m, &p);
     RUN(moe);
 }
 MIRROR(swiglu)
@@ -560,6 +568,21 @@ MIRROR(swiglu)
     p.u = in(m, p.u, n);
     p.y = out(m, p.y, n);
     RUN(swiglu);
+}
+MIRROR(ffn)
+{
+    BEGIN(ffn);
+    const int64_t n = (int64_t)p.swiglu.T * p.swiglu.I * act(p.swiglu.act);
+    send_linear(m, &p.gate, false);
+    route_spans(m, &p.route);
+    moe_spans(m, &p.moe);
+    send_linear(m, &p.w1, false);
+    send_linear(m, &p.w3, false);
+    p.swiglu.g = in(m, p.swiglu.g, n);
+    p.swiglu.u = in(m, p.swiglu.u, n);
+    p.swiglu.y = out(m, p.swiglu.y, n);
+    send_linear(m, &p.w2, false);
+    RUN(ffn);
 }
 MIRROR(add)
 {

@@ -304,6 +304,17 @@ struct kern_swiglu {
     enum kern_dtype act;
 };
 
+/* All of a layer's experts: these ops one after the other, with the same bits. What only they hand on
+ * (gate.y, w1.y, w3.y, swiglu.y) is undefined afterwards. */
+struct kern_ffn {
+    struct kern_linear gate; /* to route.logits */
+    struct kern_route route; /* to moe.experts, moe.weights */
+    struct kern_moe moe;
+    struct kern_linear w1, w3; /* the shared expert's, to swiglu.g and swiglu.u */
+    struct kern_swiglu swiglu; /* to w2.x */
+    struct kern_linear w2;
+};
+
 /* y = round(a + b): a f32, b act, y act; n elements (routed sum + shared expert). */
 struct kern_add {
     const float *a;
@@ -371,8 +382,8 @@ struct kern_sample {
 #define KERN_OPS(X)                                                                                \
     X(embed) X(rmsnorm) X(linear) X(linears) X(hc_collapse) X(hc_expand) X(hc_boundary)            \
     X(rope_table) X(heads_rope) X(kv_prep) X(window_store) X(compress) X(index_query) X(prepare)   \
-    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(add) X(mtp_mix)         \
-    X(sample)
+    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(ffn) X(add)              \
+    X(mtp_mix) X(sample)
 /* clang-format on */
 
 struct kern_ops {

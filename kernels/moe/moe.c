@@ -1,4 +1,4 @@
-/* kernels/moe/moe.c - shape contracts of route and moe. */
+/* kernels/moe/moe.c - shape contracts of route, moe and ffn. */
 #include "common/base/err.h"
 #include "kernels/gemm/weight.h"
 #include "kernels/ops.h"
@@ -26,4 +26,26 @@ int kern_moe_check(const struct kern_moe *p)
             return TOW_EINVAL;
     }
     return p->T == 0 || (p->x && p->experts && p->weights && p->out) ? 0 : TOW_EINVAL;
+}
+
+/* The parts must fit together; whatever else they are is theirs. */
+int kern_ffn_check(const struct kern_ffn *p)
+{
+    const int32_t T = p->gate.T;
+    const bool checked = kern_linear_check(&p->gate) == 0 && kern_route_check(&p->route) == 0 &&
+                         kern_moe_check(&p->moe) == 0 && kern_linear_check(&p->w1) == 0 &&
+                         kern_linear_check(&p->w3) == 0 && kern_swiglu_check(&p->swiglu) == 0 &&
+                         kern_linear_check(&p->w2) == 0;
+    if (!checked) return TOW_EINVAL;
+    if (p->route.T != T || p->moe.T != T || p->w1.T != T || p->w3.T != T || p->swiglu.T != T ||
+        p->w2.T != T)
+        return TOW_EINVAL;
+    if (p->gate.N != p->route.E || p->moe.E != p->route.E || p->moe.k != p->route.k ||
+        p->w1.N != p->swiglu.I || p->w3.N != p->swiglu.I || p->w2.K != p->swiglu.I)
+        return TOW_EINVAL;
+    return p->gate.y == p->route.logits && p->moe.experts == p->route.experts &&
+                   p->moe.weights == p->route.weights && p->w1.y == p->swiglu.g &&
+                   p->w3.y == p->swiglu.u && p->w2.x == p->swiglu.y
+               ? 0
+               : TOW_EINVAL;
 }

@@ -1,4 +1,4 @@
-/* kernels/moe/moe_cpu.c - the routed experts.
+/* kernels/moe/moe_cpu.c - the routed experts; all experts of a layer in order.
  *
  * Rows are taken in blocks. Of a block, (row, slot) pairs are sorted by expert, stably. Three
  * rounds of parts follow: quantize x; per (expert, panel of the inner width) gate and up products
@@ -16,6 +16,10 @@
 #include "kernels/ops.h"
 
 #include "common/base/err.h"
+
+int KERN_ISA(kern_linear)(struct kern_stream *s, const struct kern_linear *p);
+int KERN_ISA(kern_route)(struct kern_stream *s, const struct kern_route *p);
+int KERN_ISA(kern_swiglu)(struct kern_stream *s, const struct kern_swiglu *p);
 
 enum {
     BLOCK_ROWS = 1024, /* so that an expert's weights are dequantized for several rows each */
@@ -352,4 +356,15 @@ int KERN_ISA(kern_moe)(struct kern_stream *s, const struct kern_moe *p)
         kern_parallel(s, (p->D + j.down_rows - 1) / j.down_rows, down_part, &j);
     }
     return 0;
+}
+
+int KERN_ISA(kern_ffn)(struct kern_stream *s, const struct kern_ffn *p)
+{
+    int rc = KERN_ISA(kern_linear)(s, &p->gate);
+    if (rc == 0) rc = KERN_ISA(kern_route)(s, &p->route);
+    if (rc == 0) rc = KERN_ISA(kern_moe)(s, &p->moe);
+    if (rc == 0) rc = KERN_ISA(kern_linear)(s, &p->w1);
+    if (rc == 0) rc = KERN_ISA(kern_linear)(s, &p->w3);
+    if (rc == 0) rc = KERN_ISA(kern_swiglu)(s, &p->swiglu);
+    return rc < 0 ? rc : KERN_ISA(kern_linear)(s, &p->w2);
 }

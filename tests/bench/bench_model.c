@@ -176,6 +176,7 @@ NO_WORK(prepare)
 NO_WORK(index_rank)
 NO_WORK(route)
 NO_WORK(swiglu)
+NO_WORK(ffn)
 NO_WORK(add)
 NO_WORK(mtp_mix)
 NO_WORK(sample)
@@ -199,9 +200,21 @@ NO_WORK(sample)
 KERN_OPS(X)
 #undef X
 
-static const struct kern_ops counting = {.name = "counting",
+/* The CPU's ffn is these ops, and they are what is of interest. */
+static int parts_of_ffn(struct kern_stream *s, const struct kern_ffn *p)
+{
+    int rc = count_linear(s, &p->gate);
+    if (rc == 0) rc = count_route(s, &p->route);
+    if (rc == 0) rc = count_moe(s, &p->moe);
+    if (rc == 0) rc = count_linear(s, &p->w1);
+    if (rc == 0) rc = count_linear(s, &p->w3);
+    if (rc == 0) rc = count_swiglu(s, &p->swiglu);
+    return rc < 0 ? rc : count_linear(s, &p->w2);
+}
+
+static struct kern_ops counting = {.name = "counting",
 #define X(op) .op = count_##op,
-                                         KERN_OPS(X)
+                                   KERN_OPS(X)
 #undef X
 };
 
@@ -211,6 +224,7 @@ const struct kern_ops *__wrap_kern_dev_ops(const struct kern_dev *dev);
 const struct kern_ops *__wrap_kern_dev_ops(const struct kern_dev *dev)
 {
     real_ops = __real_kern_dev_ops(dev);
+    counting.ffn = parts_of_ffn;
     return &counting;
 }
 

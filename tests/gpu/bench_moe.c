@@ -1,4 +1,5 @@
-/* tests/gpu/bench_moe.c - routing, routed experts and the element-wise ops beside them, V4-Flash shapes.
+/* tests/gpu/bench_moe.c - routing, routed experts and the element-wise ops beside them, all experts of a
+ * layer, V4-Flash shapes.
  *
  * usage: bench_moe [T=N] [name part] [cuda:N]
  *
@@ -139,14 +140,15 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
 #ifdef TOW_CUDA
         cuda_wide_experts = way;
 #endif
-        bench_run(b, &(struct bench_case){.name = label,
-                                          .shape = shape,
-                                          .call = call_moe,
-                                          .ctx = &m,
-                                          .bytes = distinct * x->bytes_each + T * (double)D * 6,
-                                          .flops = 6.0 * T * K * D * I,
-                                          .flops_second = x->codes ? BENCH_FP8_FLOPS : BENCH_BF16_FLOPS,
-                                          .goal = goal});
+        bench_run(
+            b, &(struct bench_case){.name = label,
+                                    .shape = shape,
+                                    .call = call_moe,
+                                    .ctx = &m,
+                                    .bytes = distinct * x->bytes_each + T * (double)D * 6,
+                                    .flops = 6.0 * T * K * D * I,
+                                    .flops_second = x->codes ? BENCH_FP8_FLOPS : BENCH_BF16_FLOPS,
+                                    .goal = goal});
     }
     bench_free_all(b);
 }
@@ -210,6 +212,136 @@ static void run_small(struct bench *b, int T)
     bench_free_all(b);
 }
 
+/* All experts of a layer; the gate chooses, from a row of its own in each call. */
+struct layer_run {
+    struct bench *b;
+    struct kern_ffn p;
+    void *x[TURNS];
+    bool apart;
+};
+static int call_ffn(void *ctx, int i)
+{
+    struct layer_run *m = ctx;
+    const struct kern_ops *ops = m->b->ops;
+    struct kern_stream *s = m->b->s;
+    m->p.gate.x = m->p.moe.x = m->p.w1.x = m->p.w3.x = m->x[i % TURNS];
+    if (!m->apart) return ops->ffn(s, &m->p);
+    int rc = ops->linear(s, &m->p.gate);
+    if (rc == 0) rc = ops->route(s, &m->p.route);
+    if (rc == 0) rc = ops->moe(s, &m->p.moe);
+    if (rc == 0) rc = ops->linear(s, &m->p.w1);
+    if (rc == 0) rc = ops->linear(s, &m->p.w3);
+    if (rc == 0) rc = ops->swiglu(s, &m->p.swiglu);
+    return rc < 0 ? rc : ops->linear(s, &m->p.w2);
+}
+static struct kern_linear dense(struct bench *b, enum kern_wfmt fmt, int n, int k, int T)
+{
+    struct tow_err err = {0};
+    const bool fp8 = fmt == KERN_W_FP8;
+    const size_t codes = (size_t)n * (size_t)k * (fp8 ? 1 : 2),
+                 scales = fp8 ? (size_t)n * k / 16384 : 0;
+    uint8_t *p = malloc(codes + scales);
+    uint64_t seed = 0x9e3779b97f4a7c15u + (uint64_t)n;
+    if (!p) exit(1);
+    for (size_t i = 0; i < codes; i += 2) {
+        const uint16_t h = kern_bf16_encode(bench_normal(&seed) * 0.02f);
+        memcpy(p + i, &h, 2);
+        if (fp8) p[i] = (uint8_t)(bench_next(&seed) >> 40) & 0xbf, p[i + 1] = p[i] ^ 0x81;
+    }
+    memset(p + codes, 116, scales);
+    struct kern_weight w = {.data = p,
+                            .scale = fp8 ? p + codes : NULL,
+                            .fmt = fmt,
+                            .sfmt = fp8 ? KERN_S_UE8M0 : KERN_S_NONE,
+                            .n = n,
+                            .k = k,
+                            .row_bytes = fp8 ? k : 2 * k,
+                            .scale_row_bytes = fp8 ? k / 128 : 0,
+                            .scale2 = 1};
+    if (kern_dev_place(b->dev, &w, 1, &err) < 0) {
+        fprintf(stderr, "bench_moe: %s\n", err.msg);
+        exit(1);
+    }
+    free(p);
+    return (struct kern_linear){.w = w,
+                                .ld_x = k,
+                                .ld_y = n,
+                                .T = T,
+                                .N = n,
+                                .K = k,
+                                .groups = 1,
+                                .x_dtype = KERN_BF16,
+                                .y_dtype = fp8 ? KERN_BF16 : KERN_F32,
+                                .aq = fp8 ? KERN_AQ_A128 : KERN_AQ_NONE};
+}
+static void run_ffn(struct bench *b, struct experts *x, int T)
+{
+    struct layer_run m = {.b = b,
+                          .p = {.gate = dense(b, KERN_W_BF16, E, D, T),
+                                .w1 = dense(b, KERN_W_FP8, I, D, T),
+                                .w3 = dense(b, KERN_W_FP8, I, D, T),
+                                .w2 = dense(b, KERN_W_FP8, D, I, T)}};
+    struct kern_ffn *p = &m.p;
+    char shape[64];
+    static int32_t chosen[8 * K];
+    double distinct = 0;
+    for (int i = 0; i < TURNS; i++) m.x[i] = bench_random(b, (double)T * D, KERN_BF16, 1);
+    p->gate.y = bench_alloc(b, (double)T * E * 4);
+    p->route = (struct kern_route){.logits = p->gate.y,
+                                   .bias = bench_random(b, E, KERN_F32, 0.01f),
+                                   .T = T,
+                                   .E = E,
+                                   .k = K,
+                                   .scale = 1.5f,
+                                   .normalize = true,
+                                   .experts = bench_alloc(b, (double)T * K * 4),
+                                   .weights = bench_alloc(b, (double)T * K * 4)};
+    p->moe = (struct kern_moe){.experts = p->route.experts,
+                               .weights = p->route.weights,
+                               .w1 = x->w1,
+                               .w2 = x->w2,
+                               .w3 = x->w3,
+                               .out = bench_alloc(b, (double)T * D * 4),
+                               .T = T,
+                               .D = D,
+                               .I = I,
+                               .E = E,
+                               .k = K,
+                               .limit = 10,
+                               .aq = x->aq,
+                               .act = KERN_BF16};
+    p->w1.y = bench_alloc(b, (double)T * I * 2), p->w3.y = bench_alloc(b, (double)T * I * 2);
+    p->swiglu = (struct kern_swiglu){p->w1.y, p->w3.y, p->w1.y, T, I, 10, KERN_BF16};
+    p->w2.x = p->w1.y, p->w2.y = bench_alloc(b, (double)T * D * 2);
+    for (int i = 0; i < TURNS; i++) {
+        bool seen[E] = {false};
+        if (call_ffn(&m, i) < 0 ||
+            kern_stream_read(b->s, chosen, p->route.experts, (size_t)(T * K) * 4) < 0)
+            exit(1);
+        for (int j = 0; j < T * K; j++) {
+            distinct += !seen[chosen[j]] / (double)TURNS;
+            seen[chosen[j]] = true;
+        }
+    }
+    snprintf(shape, sizeof shape, "T %d, %.0f experts", T, distinct);
+    for (int way = 0; way < 2; way++) {
+        m.apart = way;
+        bench_run(b, &(struct bench_case){.name = way ? "ffn_mxfp4 apart" : "ffn_mxfp4",
+                                          .shape = shape,
+                                          .call = call_ffn,
+                                          .ctx = &m,
+                                          .bytes = distinct * x->bytes_each + 3.0 * I * D +
+                                                   2.0 * E * D + T * (double)D * 8,
+                                          .flops = 6.0 * T * (K + 1) * D * I,
+                                          .flops_second = BENCH_BF16_FLOPS});
+    }
+    kern_dev_unplace(b->dev, p->gate.w.data);
+    kern_dev_unplace(b->dev, p->w1.w.data);
+    kern_dev_unplace(b->dev, p->w3.w.data);
+    kern_dev_unplace(b->dev, p->w2.w.data);
+    bench_free_all(b);
+}
+
 int main(int argc, char **argv)
 {
     static struct experts x;
@@ -222,6 +354,11 @@ int main(int argc, char **argv)
     if (rc) return rc;
     run_small(&b, 32);
     run_small(&b, MAX_T);
+    if (bench_wants(&b, "ffn_mxfp4")) {
+        place(&b, &x, KERN_W_MXFP4, 0);
+        for (int T = 1; T <= 8; T *= 2) run_ffn(&b, &x, T);
+        unplace(&b, &x);
+    }
     for (int codes = 0; codes < 2; codes++) {
         if (!bench_wants(&b, codes ? "moe_mxfp4 codes" : "moe_mxfp4 wgmma")) continue;
         place(&b, &x, KERN_W_MXFP4, codes);

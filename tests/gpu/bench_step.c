@@ -327,6 +327,25 @@ static void work_of_add(const struct kern_add *p, struct work *w)
 {
     w->bytes = (double)p->n * (4 + 2 * elem(p->act));
 }
+static void add_work(struct work *to, const struct work *w)
+{
+    to->bytes += w->bytes;
+    /* As floors: operations at the peak that `to` has. */
+    to->flops += w->flops * to->peak / w->peak;
+}
+static void work_of_ffn(const struct kern_ffn *p, struct work *w)
+{
+    const struct kern_linear *products[] = {&p->gate, &p->w1, &p->w3, &p->w2};
+    struct work part = {.peak = peak_bf16};
+    w->peak = peak_fp8;
+    work_of_moe(&p->moe, &part);
+    add_work(w, &part);
+    for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
+        part = (struct work){.peak = peak_bf16};
+        work_of_linear(products[i], &part);
+        add_work(w, &part);
+    }
+}
 /* Not in these passes. */
 static void work_of_index_rank(const struct kern_index_rank *p, struct work *w)
 {
@@ -366,12 +385,13 @@ static void count(const struct work *w, double took)
     {                                                                                              \
         if (!timing.on) return real_ops->op(s, p);                                                 \
         struct work w = {.name = #op, .peak = peak_bf16};                                          \
-        work_of_##op(p, &w);                                                                       \
         kern_stream_sync(s);                                                                       \
         const double begin = bench_now();                                                          \
         int rc = real_ops->op(s, p);                                                               \
         if (rc == 0) rc = kern_stream_sync(s);                                                     \
-        count(&w, bench_now() - begin);                                                            \
+        const double took = bench_now() - begin;                                                   \
+        work_of_##op(p, &w); /* who was chosen is known now */                                     \
+        count(&w, took);                                                                           \
         return rc;                                                                                 \
     }
 KERN_OPS(X)

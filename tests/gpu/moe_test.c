@@ -1,6 +1,7 @@
 /* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch, and is
  * near the CPU's, and wgmma's are those of mma.sync; skewed routing, repeated experts and none. The same for
- * products of codes, which are the bits of bf16 where sums are exact, and near them elsewhere.
+ * products of codes, which are the bits of bf16 where sums are exact, and near them elsewhere. All experts of
+ * a layer at once have the bits of the ops one by one.
  *
  * Exit 77 where there is no device. usage: moe_test [NAME]
  */
@@ -399,8 +400,171 @@ static void test_moe__wide_rows_have_the_same_bits(void **state)
 }
 #endif
 
+/* All experts of a layer. [0] host, [1] device. */
+struct layer {
+    struct fixture f;
+    struct kern_weight gate[2], s1[2], s2[2], s3[2];
+    float *bias;
+};
+
+/* A weight of its own memory, on both devices; fp8 codes without NaN, or bf16 numbers. */
+static void dense(struct kern_weight w[2], enum kern_wfmt fmt, int32_t n, int32_t k)
+{
+    struct tow_err err = {0};
+    const bool fp8 = fmt == KERN_W_FP8;
+    const int64_t row = fp8 ? k : 2 * k, scales = fp8 ? (k + 127) / 128 : 0;
+    const int64_t codes = n * row, all = codes + (n + 127) / 128 * scales;
+    uint8_t *p = malloc((size_t)all);
+    assert_non_null(p);
+    for (int64_t i = 0; i < codes; i += fp8 ? 1 : 2) {
+        const uint16_t h = kern_bf16_encode(normal() * 0.02f);
+        uint8_t c = (uint8_t)next();
+        if ((c & 127) == 127) c ^= 1;
+        if (fp8)
+            p[i] = c;
+        else
+            memcpy(p + i, &h, 2);
+    }
+    for (int64_t i = codes; i < all; i++) p[i] = (uint8_t)(114 + next() % 4);
+    w[0] = (struct kern_weight){.data = p,
+                                .scale = fp8 ? p + codes : NULL,
+                                .fmt = fmt,
+                                .sfmt = fp8 ? KERN_S_UE8M0 : KERN_S_NONE,
+                                .n = n,
+                                .k = k,
+                                .row_bytes = row,
+                                .scale_row_bytes = scales,
+                                .scale2 = 1};
+    w[1] = w[0];
+    if (kern_dev_place(gpu, &w[1], 1, &err) < 0) fail_msg("%s", err.msg);
+}
+static void dense_free(struct kern_weight w[2])
+{
+    kern_dev_unplace(gpu, w[1].data);
+    free((void *)(uintptr_t)w[0].data);
+}
+
+/* What the op leaves of rows t .. t+n-1; zeros where there are fewer. */
+struct made {
+    int32_t experts[8 * 6];
+    float weights[8 * 6], routed[8 * 4096];
+    uint16_t shared[8 * 4096];
+};
+static void make(struct layer *l, bool at_once, int32_t t, int32_t n, struct made *out)
+{
+    const struct shape *s = &l->f.s;
+    const struct kern_ops *ops = kern_dev_ops(gpu);
+    struct kern_stream *st = kern_dev_stream(gpu);
+    const size_t list = (size_t)n * (size_t)s->k * 4, row = (size_t)n * (size_t)s->D,
+                 inner = (size_t)n * (size_t)s->I * 2;
+    void *x = kern_dev_alloc(gpu, row * 2), *e = kern_dev_alloc(gpu, list),
+         *w = kern_dev_alloc(gpu, list), *routed = kern_dev_alloc(gpu, row * 4),
+         *shared = kern_dev_alloc(gpu, row * 2), *g = kern_dev_alloc(gpu, inner),
+         *u = kern_dev_alloc(gpu, inner), *z = kern_dev_alloc(gpu, (size_t)(n * s->E) * 4),
+         *bias = kern_dev_alloc(gpu, (size_t)s->E * 4);
+    assert_true(x && e && w && routed && shared && g && u && z && bias);
+    memset(out, 0, sizeof *out);
+    assert_int_equal(kern_stream_write(st, x, l->f.x + (int64_t)t * s->D, row * 2), 0);
+    assert_int_equal(kern_stream_write(st, bias, l->bias, (size_t)s->E * 4), 0);
+    const struct kern_linear in = {.x = x,
+                                   .ld_x = s->D,
+                                   .T = n,
+                                   .K = s->D,
+                                   .groups = 1,
+                                   .x_dtype = KERN_BF16,
+                                   .y_dtype = KERN_BF16,
+                                   .aq = KERN_AQ_A128};
+    struct kern_ffn p = {.gate = in,
+                         .route = {.logits = z,
+                                   .bias = bias,
+                                   .T = n,
+                                   .E = s->E,
+                                   .k = s->k,
+                                   .scale = 1.5f,
+                                   .normalize = true,
+                                   .experts = e,
+                                   .weights = w},
+                         .moe = {x, e, w, l->f.w[1][0], l->f.w[1][1], l->f.w[1][2], routed, n, s->D,
+                                 s->I, s->E, s->k, 10, KERN_AQ_A128, KERN_BF16},
+                         .w1 = in,
+                         .w3 = in,
+                         .swiglu = {g, u, g, n, s->I, 10, KERN_BF16},
+                         .w2 = in};
+    p.gate.w = l->gate[1], p.gate.y = z, p.gate.N = s->E, p.gate.ld_y = s->E;
+    p.gate.y_dtype = KERN_F32, p.gate.aq = KERN_AQ_NONE;
+    p.w1.w = l->s1[1], p.w1.y = g, p.w1.N = s->I, p.w1.ld_y = s->I;
+    p.w3.w = l->s3[1], p.w3.y = u, p.w3.N = s->I, p.w3.ld_y = s->I;
+    p.w2.w = l->s2[1], p.w2.x = g, p.w2.y = shared, p.w2.K = s->I, p.w2.N = s->D;
+    p.w2.ld_x = s->I, p.w2.ld_y = s->D;
+    if (at_once) {
+        assert_int_equal(ops->ffn(st, &p), 0);
+    } else {
+        assert_int_equal(ops->linear(st, &p.gate), 0);
+        assert_int_equal(ops->route(st, &p.route), 0);
+        assert_int_equal(ops->moe(st, &p.moe), 0);
+        assert_int_equal(ops->linear(st, &p.w1), 0);
+        assert_int_equal(ops->linear(st, &p.w3), 0);
+        assert_int_equal(ops->swiglu(st, &p.swiglu), 0);
+        assert_int_equal(ops->linear(st, &p.w2), 0);
+    }
+    assert_int_equal(kern_stream_read(st, out->experts, e, list), 0);
+    assert_int_equal(kern_stream_read(st, out->weights, w, list), 0);
+    assert_int_equal(kern_stream_read(st, out->routed, routed, row * 4), 0);
+    assert_int_equal(kern_stream_read(st, out->shared, shared, row * 2), 0);
+    void *all[] = {x, e, w, routed, shared, g, u, z, bias};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++) kern_dev_free(gpu, all[i]);
+}
+
+static int differing(const void *a, const void *b, size_t n, size_t elem)
+{
+    int differ = 0;
+    for (size_t i = 0; i < n; i++)
+        differ += memcmp((const uint8_t *)a + i * elem, (const uint8_t *)b + i * elem, elem) != 0;
+    return differ;
+}
+static void test_ffn__has_the_bits_of_its_ops(void **state)
+{
+    static struct layer l;
+    static struct made once, apart, again;
+    int bad = 0;
+    set_up(&l.f, *state);
+    const struct shape *s = &l.f.s;
+    dense(l.gate, KERN_W_BF16, s->E, s->D);
+    dense(l.s1, KERN_W_FP8, s->I, s->D), dense(l.s3, KERN_W_FP8, s->I, s->D);
+    dense(l.s2, KERN_W_FP8, s->D, s->I);
+    l.bias = malloc((size_t)s->E * sizeof *l.bias);
+    assert_non_null(l.bias);
+    for (int32_t i = 0; i < s->E; i++) l.bias[i] = 0.1f * normal();
+    for (int32_t n = 1; n <= 5; n++)
+        for (int32_t t = 0; t + n <= s->T; t += n) {
+            make(&l, true, t, n, &once);
+            make(&l, false, t, n, &apart);
+            make(&l, true, t, n, &again);
+            const size_t list = (size_t)(n * s->k), row = (size_t)(n * s->D);
+            const int d[] = {differing(once.experts, apart.experts, list, 4),
+                             differing(once.weights, apart.weights, list, 4),
+                             differing(once.routed, apart.routed, row, 4),
+                             differing(once.shared, apart.shared, row, 2),
+                             differing(&once, &again, sizeof once, 1)};
+            if (!d[0] && !d[1] && !d[2] && !d[3] && !d[4]) continue;
+            bad++;
+            print_message("%s, rows %d to %d: of %d experts %d differ, weights %d, of %d sums %d, "
+                          "of the shared expert %d; two runs: %d bytes\n",
+                          s->name, t, t + n - 1, (int)list, d[0], d[1], (int)row, d[2], d[3], d[4]);
+        }
+    assert_int_equal(bad, 0);
+    dense_free(l.gate), dense_free(l.s1), dense_free(l.s2), dense_free(l.s3);
+    free(l.bias);
+    tear_down(&l.f);
+}
+
 int main(int argc, char **argv)
 {
+    static const struct shape layer_shapes[] = {
+        {"layer", KERN_W_MXFP4, KERN_AQ_A128, 40, 6, 4096, 2048, 8, false, false, 0},
+        {"layer of other widths", KERN_W_MXFP4, KERN_AQ_A128, 17, 3, 1280, 768, 8, false, false, 0},
+    };
+    enum { N_LAYERS = sizeof layer_shapes / sizeof *layer_shapes };
     static const struct shape shapes[] = {
         {"mxfp4", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 1000, false, false, 0},
         {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true, false, 0},
@@ -436,7 +600,7 @@ int main(int argc, char **argv)
         N_BOTH = sizeof pairs / sizeof *pairs,
         N_NUMBERS = sizeof numbers / sizeof *numbers
     };
-    struct CMUnitTest tests[N + N_CODES + 2 * N_BOTH + N_NUMBERS + 16];
+    struct CMUnitTest tests[N + N_CODES + 2 * N_BOTH + N_NUMBERS + N_LAYERS + 16];
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
@@ -446,6 +610,9 @@ int main(int argc, char **argv)
                                 NULL, (void *)(uintptr_t)&shapes[i]};
     int n = N;
     const bool codes = strcmp(kern_dev_isa(gpu), "sm_90") == 0;
+    for (int i = 0; i < N_LAYERS; i++)
+        tests[n++] = (struct CMUnitTest){layer_shapes[i].name, test_ffn__has_the_bits_of_its_ops,
+                                         NULL, NULL, (void *)(uintptr_t)&layer_shapes[i]};
     for (int i = 0; i < N_CODES && codes; i++)
         tests[n++] =
             (struct CMUnitTest){code_shapes[i].name, test_moe__rows_are_near_the_cpus_in_any_batch,

@@ -771,6 +771,124 @@ static void case_swiglu(struct op_run *r)
     done_flat(r, y, bytes, (int)b);
 }
 
+/* Three in four: the deployed formats, which few rows take by kernels of their own. */
+static void case_ffn(struct op_run *r)
+{
+    static const int32_t ts[] = {1, 0, 2, 3, 4, 5, 17}, wide[] = {256, 512}, odd[] = {96, 160};
+    enum { MOST_E = 20 };
+    const bool deployed = r->variant % 4 != 3, hash = r->variant % 5 == 1;
+    const int32_t T = PICK(r, ts), D = (deployed ? wide : odd)[r->variant / 2 % 2],
+                  I = (deployed ? wide : odd)[r->variant / 3 % 2];
+    const int32_t E = r->variant % 3 ? 7 : MOST_E, k = 1 + r->variant % 6, V = 30;
+    const enum kern_dtype act = deployed ? KERN_BF16 : (enum kern_dtype)(r->variant / 4 % 2);
+    const enum kern_wfmt dense = deployed ? KERN_W_FP8 : KERN_W_BF16;
+    const enum kern_wfmt of_experts = deployed             ? KERN_W_MXFP4
+                                      : r->variant / 8 % 2 ? KERN_W_NVFP4
+                                                           : KERN_W_FP8;
+    const enum kern_act_quant aq = act == KERN_F32 ? KERN_AQ_NONE : KERN_AQ_A128;
+    const enum kern_act_quant dense_aq = deployed ? aq : KERN_AQ_NONE;
+    const int64_t b = kern_dtype_bytes(act), wide_bytes = (int64_t)T * D * b;
+    struct kern_weight w1[MOST_E], w2[MOST_E], w3[MOST_E];
+    r->f32 = act == KERN_F32;
+    void *x = input(r, T, D, D, act);
+    float *bias = floats(r, E), *logits = take(r, (size_t)(T * E + 1) * 4);
+    int32_t *ids = take(r, (size_t)(T + 1) * 4), *table = take(r, (size_t)(V * k) * 4);
+    void *g = take(r, (size_t)(T * I * b + 1)), *u = take(r, (size_t)(T * I * b + 1));
+    for (int i = 0; i < V * k; i++) table[i] = (int32_t)below(r, (uint32_t)E); /* repeats, too */
+    for (int i = 0; i < T; i++) ids[i] = (int32_t)below(r, (uint32_t)(V + 3)) - 1;
+    for (int i = 0; i < E; i++)
+        w1[i] = weight(r, of_experts, I, D), w2[i] = weight(r, of_experts, D, I),
+        w3[i] = weight(r, of_experts, I, D);
+    const struct kern_weight gate = weight(r, KERN_W_BF16, E, D), s1 = weight(r, dense, I, D),
+                             s3 = weight(r, dense, I, D), s2 = weight(r, dense, D, I);
+    if (r->variant % 7 == 4 && deployed) { /* a NaN code and a NaN scale: their columns alone */
+        ((uint8_t *)(uintptr_t)s2.data)[I / 2] = 0x7f;
+        ((uint8_t *)(uintptr_t)w2[0].scale)[w2[0].scale_row_bytes] = 0xff;
+        r->odd = true;
+    }
+    struct {
+        int32_t *experts;
+        float *weights, *routed;
+        void *shared;
+    } o[2]; /* of the op, of the ops it is made of */
+    for (int i = 0; i < 2; i++) {
+        o[i].experts = output(r, T * k * 4), o[i].weights = output(r, T * k * 4);
+        o[i].routed = output(r, (int64_t)T * D * 4), o[i].shared = output(r, wide_bytes);
+    }
+    for (int i = 0; i < 2; i++) {
+        PIECES(t, n, T)
+        {
+            const void *row = at(x, t * D, act);
+            const struct kern_linear in = {.x = row,
+                                           .ld_x = D,
+                                           .T = n,
+                                           .K = D,
+                                           .groups = 1,
+                                           .x_dtype = act,
+                                           .y_dtype = act,
+                                           .aq = dense_aq};
+            struct kern_ffn p = {.gate = in,
+                                 .route = {.logits = logits,
+                                           .bias = r->variant % 2 ? bias : NULL,
+                                           .tid2eid = hash ? table : NULL,
+                                           .tid_bytes = 4,
+                                           .ids = ids + t,
+                                           .T = n,
+                                           .E = E,
+                                           .k = k,
+                                           .V = V,
+                                           .scale = 1.5f,
+                                           .normalize = r->variant % 3 == 0,
+                                           .score_fn = (enum kern_score)(r->variant / 2 % 3),
+                                           .experts = o[i].experts + t * k,
+                                           .weights = o[i].weights + t * k},
+                                 .moe = {row, o[i].experts + t * k, o[i].weights + t * k, w1, w2,
+                                         w3, o[i].routed + t * D, n, D, I, E, k,
+                                         r->variant % 2 ? 0.7f : 0, aq, act},
+                                 .w1 = in,
+                                 .w3 = in,
+                                 .swiglu = {g, u, g, n, I, r->variant % 2 ? 0.7f : 0, act},
+                                 .w2 = {.x = g,
+                                        .w = s2,
+                                        .y = at(o[i].shared, t * D, act),
+                                        .ld_x = I,
+                                        .ld_y = D,
+                                        .T = n,
+                                        .N = D,
+                                        .K = I,
+                                        .groups = 1,
+                                        .x_dtype = act,
+                                        .y_dtype = act,
+                                        .aq = dense_aq}};
+            p.gate.w = gate, p.gate.y = logits, p.gate.N = E, p.gate.ld_y = E;
+            p.gate.y_dtype = KERN_F32, p.gate.aq = KERN_AQ_NONE;
+            p.w1.w = s1, p.w1.y = g, p.w1.N = I, p.w1.ld_y = I;
+            p.w3.w = s3, p.w3.y = u, p.w3.N = I, p.w3.ld_y = I;
+            if (i == 0) {
+                assert_int_equal(r->ops->ffn(r->s, &p), 0);
+                continue;
+            }
+            assert_int_equal(r->ops->linear(r->s, &p.gate), 0);
+            assert_int_equal(r->ops->route(r->s, &p.route), 0);
+            assert_int_equal(r->ops->moe(r->s, &p.moe), 0);
+            assert_int_equal(r->ops->linear(r->s, &p.w1), 0);
+            assert_int_equal(r->ops->linear(r->s, &p.w3), 0);
+            assert_int_equal(r->ops->swiglu(r->s, &p.swiglu), 0);
+            assert_int_equal(r->ops->linear(r->s, &p.w2), 0);
+        }
+    }
+    for (int i = 0; i < 2; i++) {
+        done_flat(r, o[i].experts, T * k * 4, 1);
+        done_flat(r, o[i].weights, T * k * 4, 4);
+        done_flat(r, o[i].routed, (int64_t)T * D * 4, 4);
+        done_flat(r, o[i].shared, wide_bytes, (int)b);
+    }
+    assert_memory_equal(o[0].experts, o[1].experts, (size_t)(T * k) * 4);
+    assert_memory_equal(o[0].weights, o[1].weights, (size_t)(T * k) * 4);
+    assert_memory_equal(o[0].routed, o[1].routed, (size_t)(T * D) * 4);
+    assert_memory_equal(o[0].shared, o[1].shared, (size_t)wide_bytes);
+}
+
 static void case_add(struct op_run *r)
 {
     static const int32_t ns[] = {0, 1, 16, 100, 5000};
