@@ -1,7 +1,7 @@
 /* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse and norm,
  * attention (window keys, compressors, indexer), expand, collapse and norm, experts, expand; each is one
- * op of the table, or several. What lies between two sub-layers is one op (hc_boundary), and its steps
- * are taken apart, with the same bits, only where a tap looks at them.
+ * op of the table, or several. What lies between two sub-layers is one op (hc_boundary), and so are a layer's
+ * experts (ffn); their steps are taken apart, with the same bits, only where a tap looks at them.
  *
  * Activations are bf16 in deployed mode and f32 in exact mode; that type is the whole difference
  * between the modes besides the quantizers in front of products, which aq_for() chooses from the
@@ -929,39 +929,93 @@ static void attention(struct pass *p, int32_t at, const struct model_layer *L)
     p->made = (struct made){NULL, m->s.y};
 }
 
+/* s.x -> s.routed and s.shared. */
+static struct kern_ffn experts_of(struct pass *p, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    return (struct kern_ffn){
+        .gate = product(p, m->s.x, m->act, &L->gate, m->s.gate, KERN_F32, p->T),
+        .route = {.logits = m->s.gate,
+                  .bias = L->gate_bias,
+                  .tid2eid = L->tid2eid,
+                  .tid_bytes = L->tid_bytes,
+                  .ids = m->s.ids,
+                  .T = p->T,
+                  .E = s->E,
+                  .k = s->k,
+                  .V = s->V,
+                  .scale = s->route_scale,
+                  .normalize = s->norm_topk && s->score != KERN_SCORE_SOFTMAX,
+                  .score_fn = s->score,
+                  .experts = m->s.experts,
+                  .weights = m->s.weights},
+        .moe = {.x = m->s.x,
+                .experts = m->s.experts,
+                .weights = m->s.weights,
+                .w1 = L->w1,
+                .w2 = L->w2,
+                .w3 = L->w3,
+                .out = m->s.routed,
+                .T = p->T,
+                .D = s->D,
+                .I = s->inter,
+                .E = s->E,
+                .k = s->k,
+                .limit = s->swiglu_limit,
+                .aq = aq_for(m, &L->w1[0]),
+                .act = m->act},
+        .w1 = product(p, m->s.x, m->act, &L->shared_w1, m->s.sg, m->act, p->T),
+        .w3 = product(p, m->s.x, m->act, &L->shared_w3, m->s.su, m->act, p->T),
+        .swiglu = {.g = m->s.sg,
+                   .u = m->s.su,
+                   .y = m->s.sg,
+                   .T = p->T,
+                   .I = s->inter,
+                   .limit = s->swiglu_limit,
+                   .act = m->act},
+        .w2 = product(p, m->s.sg, m->act, &L->shared_w2, m->s.shared, m->act, p->T)};
+}
+
+/* Its ops one by one, with what a tap wants to see between. */
+static void tapped_experts(struct pass *p, int32_t at, const struct model_layer *L)
+{
+    struct model *m = p->m;
+    const struct model_shape *s = &m->w->shape;
+    const struct kern_ops *ops = m->ops;
+    const bool margin = p->b->tap->scores && !L->tid2eid;
+    struct kern_ffn f = experts_of(p, L);
+    f.route.margin = margin ? m->s.margin : NULL;
+
+    tap(p, at, "ffn_x", act_elem(m), m->s.x, s->D);
+    if (p->rc == 0) p->rc = ops->linear(m->stream, &f.gate);
+    if (p->rc == 0) p->rc = ops->route(m->stream, &f.route);
+    tap(p, at, "experts", MODEL_ELEM_I32, m->s.experts, s->k);
+    tap(p, at, "expert_weights", MODEL_ELEM_F32, m->s.weights, s->k);
+    if (margin) tap(p, at, "expert_margin", MODEL_ELEM_F32, m->s.margin, 1);
+    if (p->rc == 0) p->rc = ops->moe(m->stream, &f.moe);
+    tap(p, at, "routed_out", MODEL_ELEM_F32, m->s.routed, s->D);
+    if (p->rc == 0) p->rc = ops->linear(m->stream, &f.w1);
+    if (p->rc == 0) p->rc = ops->linear(m->stream, &f.w3);
+    if (p->rc == 0) p->rc = ops->swiglu(m->stream, &f.swiglu);
+    tap(p, at, "shared_act", act_elem(m), m->s.sg, s->inter);
+    if (p->rc == 0) p->rc = ops->linear(m->stream, &f.w2);
+    tap(p, at, "shared_out", act_elem(m), m->s.shared, s->D);
+}
+
 /* s.x -> s.routed + s.shared, with a tap s.y */
 static void experts(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
-    const struct model_shape *s = &m->w->shape;
-    struct model_tap *t = p->b->tap;
-    bool margin = t && t->scores && !L->tid2eid;
-
-    tap(p, at, "ffn_x", act_elem(m), m->s.x, s->D);
-    linear_rows(p, m->s.x, m->act, &L->gate, m->s.gate, KERN_F32, p->T);
-    OP(p, route, .logits = m->s.gate, .bias = L->gate_bias, .tid2eid = L->tid2eid,
-       .tid_bytes = L->tid_bytes, .ids = m->s.ids, .T = p->T, .E = s->E, .k = s->k, .V = s->V,
-       .scale = s->route_scale, .normalize = s->norm_topk && s->score != KERN_SCORE_SOFTMAX,
-       .score_fn = s->score, .experts = m->s.experts, .weights = m->s.weights,
-       .margin = margin ? m->s.margin : NULL);
-    tap(p, at, "experts", MODEL_ELEM_I32, m->s.experts, s->k);
-    tap(p, at, "expert_weights", MODEL_ELEM_F32, m->s.weights, s->k);
-    if (margin) tap(p, at, "expert_margin", MODEL_ELEM_F32, m->s.margin, 1);
-    OP(p, moe, .x = m->s.x, .experts = m->s.experts, .weights = m->s.weights, .w1 = L->w1,
-       .w2 = L->w2, .w3 = L->w3, .out = m->s.routed, .T = p->T, .D = s->D, .I = s->inter, .E = s->E,
-       .k = s->k, .limit = s->swiglu_limit, .aq = aq_for(m, &L->w1[0]), .act = m->act);
-    tap(p, at, "routed_out", MODEL_ELEM_F32, m->s.routed, s->D);
-    linear(p, m->s.x, &L->shared_w1, m->s.sg);
-    linear(p, m->s.x, &L->shared_w3, m->s.su);
-    OP(p, swiglu, .g = m->s.sg, .u = m->s.su, .y = m->s.sg, .T = p->T, .I = s->inter,
-       .limit = s->swiglu_limit, .act = m->act);
-    tap(p, at, "shared_act", act_elem(m), m->s.sg, s->inter);
-    linear(p, m->s.sg, &L->shared_w2, m->s.shared);
-    tap(p, at, "shared_out", act_elem(m), m->s.shared, s->D);
     p->made = (struct made){m->s.routed, m->s.shared};
-    if (!t) return;
+    if (!p->b->tap) {
+        const struct kern_ffn f = experts_of(p, L);
+        if (p->rc == 0) p->rc = m->ops->ffn(m->stream, &f);
+        return;
+    }
+    tapped_experts(p, at, L);
     add_routed(p);
-    tap(p, at, "ffn_out", act_elem(m), m->s.y, s->D);
+    tap(p, at, "ffn_out", act_elem(m), m->s.y, m->w->shape.D);
 }
 
 static void run_layer(struct pass *p, int32_t at, const struct model_layer *L)
