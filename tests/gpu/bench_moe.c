@@ -192,7 +192,7 @@ static void run_small(struct bench *b, int T)
                                   .weights = bench_alloc(b, (double)T * K * 4)};
     snprintf(shape, sizeof shape, "T %d, E %d, k %d", T, E, K);
     bench_run(b, &(struct bench_case){"route", shape, call_route, &m, T * (E * 4.0 + K * 8), 0, 0,
-                                      T <= 128 ? "<= 4 us" : NULL});
+                                      T <= 128 ? "<= 4 us" : NULL, 0});
     m.swiglu = (struct kern_swiglu){bench_random(b, (double)T * I, KERN_BF16, 1),
                                     bench_random(b, (double)T * I, KERN_BF16, 1),
                                     bench_alloc(b, (double)T * I * 2),
@@ -202,13 +202,13 @@ static void run_small(struct bench *b, int T)
                                     KERN_BF16};
     snprintf(shape, sizeof shape, "T %d x %d", T, I);
     bench_run(b, &(struct bench_case){"swiglu", shape, call_swiglu, &m, T * I * 6.0, 0, 0,
-                                      T <= 128 ? "<= 3 us" : "<= 1.3 x"});
+                                      T <= 128 ? "<= 3 us" : "<= 1.3 x", 0});
     m.add = (struct kern_add){bench_random(b, (double)T * D, KERN_F32, 1),
                               bench_random(b, (double)T * D, KERN_BF16, 1),
                               bench_alloc(b, (double)T * D * 2), (int64_t)T * D, KERN_BF16};
     snprintf(shape, sizeof shape, "T %d x %d", T, D);
     bench_run(b, &(struct bench_case){"add", shape, call_add, &m, T * D * 8.0, 0, 0,
-                                      T <= 128 ? "<= 3 us" : "<= 1.3 x"});
+                                      T <= 128 ? "<= 3 us" : "<= 1.3 x", 0});
     bench_free_all(b);
 }
 
