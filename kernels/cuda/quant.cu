@@ -104,9 +104,68 @@ static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, uint32_t
     }
 }
 
+/* The same of bf16 rows that are whole blocks and may be read 16 bytes at a time: eight lanes have a block,
+ * so that a warp has four at once, and loads STEPS times as many before it quantizes. 2^log_warps warps have
+ * a row. */
+template <int STEPS>
+static __global__ void __launch_bounds__(32 * WARPS)
+    whole_codes_kernel(struct cuda_codes q, uint32_t spans, int log_warps)
+{
+    cudaTriggerProgrammaticLaunchCompletion();
+    const uint32_t lane = threadIdx.x % 32, me = blockIdx.x * WARPS + threadIdx.x / 32;
+    const uint32_t row = me >> log_warps; /* of (t, group) */
+    const uint32_t first = (me & ((1u << log_warps) - 1)) * (4 * STEPS) + lane / 8;
+    uint32_t t = row, g = 0;
+    if (q.groups > 1) t = row / q.groups, g = row % q.groups;
+    if (t >= (uint32_t)q.T) return;
+    const int64_t from = q.rows ? q.rows[t] : t;
+    if (from < 0) return;
+    const uint4 *x =
+        (const uint4 *)((const uint16_t *)q.x + from * q.ld_x + (int64_t)g * q.K) + lane % 8;
+    uint4 v[STEPS][2];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t span = first + 4 * i;
+            v[i][j] = make_uint4(0, 0, 0, 0);
+            if (span < spans) v[i][j] = x[span * (SPAN / 8) + 8 * j];
+        }
+    uint2 *codes = (uint2 *)(q.codes + (int64_t)row * q.K) + lane % 8;
+    float *scales = q.scales + (int64_t)g * spans * q.ld_scales + t;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        const uint32_t span = first + 4 * i;
+        const float scale = dev_codes16_a128(v[i]);
+        if (span >= spans) continue;
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+            codes[span * (SPAN / 8) + 8 * j] = make_uint2(v[i][j].x, v[i][j].y);
+        if (lane % 8 == 0) scales[span * q.ld_scales] = scale;
+    }
+}
+
+/* What whole_codes_kernel takes. */
+static bool launch_whole(struct kern_stream *s, const struct cuda_codes *q)
+{
+    if (q->x_dtype != KERN_BF16 || q->K % SPAN || (uintptr_t)q->x % 16 || q->ld_x % 8) return false;
+    enum { STEPS = 2 };
+    const int64_t rows = (int64_t)q->T * q->groups;
+    const uint32_t spans = (uint32_t)(q->K / SPAN);
+    const int steps = rows * spans > (int64_t)16 * WARPS * s->n_sm ? STEPS : 1;
+    int log_warps = 0;
+    while ((uint32_t)(4 * steps) << log_warps < spans) log_warps++;
+    const unsigned blocks = (unsigned)cuda_ceil(rows << log_warps, WARPS);
+    if (steps == STEPS)
+        whole_codes_kernel<STEPS><<<blocks, 32 * WARPS, 0, s->cu>>>(*q, spans, log_warps);
+    else
+        whole_codes_kernel<1><<<blocks, 32 * WARPS, 0, s->cu>>>(*q, spans, log_warps);
+    return true;
+}
+
 void cuda_quant_codes(struct kern_stream *s, const struct cuda_codes *q)
 {
-    if (q->T == 0) return;
+    if (q->T == 0 || launch_whole(s, q)) return;
     const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
     const uint32_t spans = (uint32_t)cuda_ceil(q->K, SPAN);
     /* Their codes fit memory, so a word holds it. */

@@ -123,6 +123,38 @@ static __device__ __forceinline__ uint32_t dev_codes4_a128(const float v[4], flo
     return dev_codes4(u);
 }
 
+/* A128 of a block of 128 bf16 elements that eight neighbouring lanes have, two times eight each; every lane
+ * calls it and gets its block's scale, and in x and y of v[j] the codes of v[j]'s eight elements. */
+static __device__ __forceinline__ float dev_codes16_a128(uint4 (&v)[2])
+{
+    __nv_bfloat162 m = __float2bfloat162_rn(0.0f);
+    const uint32_t(&w)[8] = reinterpret_cast<const uint32_t(&)[8]>(v);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const uint32_t magnitudes = w[i] & 0x7fff7fffu;
+        __nv_bfloat162 two;
+        memcpy(&two, &magnitudes, 4);
+        m = __hmax2(m, two); /* NaN is passed over */
+    }
+#pragma unroll
+    for (int d = 1; d < 8; d *= 2) m = __hmax2(m, __shfl_xor_sync(0xffffffffu, m, d));
+    const uint8_t c = kern_e4m3_scale_code(fmaxf(__low2float(m), __high2float(m)));
+    const float inv = kern_ue8m0_inverse(c);
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        uint32_t out[2];
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint32_t a = w[4 * j + 2 * h], b = w[4 * j + 2 * h + 1];
+            const float u[4] = {kern_float(a << 16) * inv, kern_float(a & 0xffff0000u) * inv,
+                                kern_float(b << 16) * inv, kern_float(b & 0xffff0000u) * inv};
+            out[h] = dev_codes4(u);
+        }
+        v[j].x = out[0], v[j].y = out[1];
+    }
+    return kern_ue8m0_decode(c);
+}
+
 /* A128 of a warp's 128 elements; every lane calls it. */
 static __device__ __forceinline__ void dev_quant4_a128(float v[4])
 {
