@@ -55,3 +55,18 @@ bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t 
 {
     return describe(map, base, n_rows, width, ld, n, step, rows, bytes);
 }
+
+bool cuda_store_map(CUtensorMap *map, const void *y, int64_t n_rows, int groups, int64_t width,
+                    int64_t ld, int rows)
+{
+    if ((uintptr_t)y % 16 || ld % 8 || (groups > 1 && width % 8)) return false;
+    const encode_fn encode = driver_encode();
+    const cuuint64_t dims[3] = {(cuuint64_t)width, (cuuint64_t)groups, (cuuint64_t)n_rows};
+    /* One group's distance is never used, but must be a multiple of 16 bytes. */
+    const cuuint64_t strides[2] = {(cuuint64_t)(groups > 1 ? width : 8) * 2, (cuuint64_t)ld * 2};
+    const cuuint32_t box[3] = {TILE_BYTES / 2, 1, (cuuint32_t)rows}, steps[3] = {1, 1, 1};
+    return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, (void *)y, dims, strides, box,
+                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}

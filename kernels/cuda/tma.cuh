@@ -30,6 +30,12 @@ bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int6
 bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
                     int64_t n, int64_t step, int rows, int bytes);
 
+/* Results, bf16 [n_rows, groups, width] with rows ld elements apart, which leave by tile_store() in tiles
+ * of `rows` x 64 swizzled as above; what is beyond the last row or the width is not written. False too
+ * where the copy engine cannot: y and its rows must be 16-byte aligned, and groups. */
+bool cuda_store_map(CUtensorMap *map, const void *y, int64_t n_rows, int groups, int64_t width,
+                    int64_t ld, int rows);
+
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 static __device__ __forceinline__ uint32_t dev_shared(const void *p)
@@ -129,6 +135,31 @@ static __device__ __forceinline__ void bulk_load_to(void *to, const void *from, 
                  ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(dev_shared(to)),
                  "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar)), "h"(mask)
                  : "memory");
+}
+
+/* A tile of results, after wgmma_shared() in its writers and their barrier. Stores of a thread that were
+ * committed together are a group. */
+static __device__ __forceinline__ void tile_store(const CUtensorMap *map, const void *from,
+                                                  int32_t at, int32_t group, int32_t row)
+{
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%1, %2, %3}], [%4];" ::"l"(map),
+                 "r"(at), "r"(group), "r"(row), "r"(dev_shared(from))
+                 : "memory");
+}
+static __device__ __forceinline__ void tile_store_commit(void)
+{
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/* Waits until at most LEFT of this thread's groups are still to be read from shared memory. */
+template <int LEFT> static __device__ __forceinline__ void tile_store_wait_read(void)
+{
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(LEFT) : "memory");
+}
+/* Until all are written. */
+static __device__ __forceinline__ void tile_store_wait(void)
+{
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 static __device__ __forceinline__ int cluster_rank(void)

@@ -8,27 +8,21 @@
  * neighbouring rows are a cluster that shares its weights, each fetching half for both.
  * Rows of x become operands in registers, once for all columns of a tile. The sum of a block of k
  * and 64 columns is the accumulator of four wgmma and goes to its total by fmaf, while those of
- * the next 64 columns are under way. 132 multiprocessors reach 1270 TFLOP/s at 8192 rows of wo_b
+ * the next 64 columns are under way. 132 multiprocessors reach 1300 TFLOP/s at 8192 rows of wo_b
  * (without their quantization).
  */
-#include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
-#include "kernels/gemm/product.cuh"
+#include "kernels/gemm/frame.cuh"
 
 extern "C" {
 #include "kernels/cuda/table.h"
 }
 
 enum {
-    WARPS = 8, /* that multiply; four more, of which one thread works */
-    THREADS = 32 * WARPS + 128,
-    ROWS = 128, /* of x, of a tile */
-    PAIR = 2,   /* blocks of threads of a cluster */
-    ALIGN = 1024,
-    RING = 192 * 1024,
-    OUT = 16 * 128, /* of a warp: 16 rows x 64 columns of bf16 */
+    ROWS = 128,     /* of x, of a tile */
+    OUT = 16 * 128, /* a piece of a warp's finished tile: 16 rows x 64 columns of bf16 */
     CHUNK = 64,     /* columns summed at a time */
-    BAND = 8,       /* pairs of tiles of x that take turns with the same weights */
+    LAG = 2,        /* blocks of k that one warpgroup is behind the other, see multiply() */
 };
 template <int H> struct tile {
     enum {
@@ -36,44 +30,37 @@ template <int H> struct tile {
         X_BYTES = ROWS * BLOCK_K,
         W_BYTES = COLUMNS * BLOCK_K,
         STAGE = X_BYTES + W_BYTES,
-        S = RING / STAGE,
+        S = H == 2 ? 4 : 5,
     };
+    static_assert((int)S > (int)LAG, "else the one ahead waits for the other, which waits for it");
 };
-struct layout {
-    uint8_t ring[RING];
-    uint8_t out[WARPS][OUT];
-    float x_scales[tile<1>::S][ROWS];
-    float w_scales[tile<1>::S][2];
-    uint64_t full[tile<1>::S], empty[tile<1>::S];
+template <int H> struct layout {
+    uint8_t ring[tile<H>::S * tile<H>::STAGE];
+    uint8_t out[WARPS][2][OUT];
+    float x_scales[tile<H>::S][ROWS];
+    float w_scales[tile<H>::S][2];
+    struct ring_bars<tile<H>::S> bars;
 };
-static_assert(sizeof(struct layout) + ALIGN <= 227 * 1024, "fits a multiprocessor of sm_90");
+static_assert(sizeof(struct layout<1>) <= 227 * 1024 && sizeof(struct layout<2>) <= 227 * 1024,
+              "fits a multiprocessor of sm_90");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-/* What a cluster does next. Tiles that run at the same time are near each other in both directions, so
- * that few rows are read from memory for many tiles. */
 struct place {
     int32_t group, t, n; /* first row of this block's tile, first column */
 };
 template <int H>
 static __device__ __forceinline__ struct place place_of(const struct cuda_product &p, int32_t item)
 {
-    const int32_t pairs = (p.T + PAIR * ROWS - 1) / (PAIR * ROWS),
-                  columns = (p.N + tile<H>::COLUMNS - 1) / tile<H>::COLUMNS;
-    struct place l;
-    l.group = item / (pairs * columns);
-    item -= l.group * pairs * columns;
-    const int32_t band = item / (BAND * columns);
-    item -= band * BAND * columns;
-    const int32_t width = pairs - band * BAND < BAND ? pairs - band * BAND : BAND;
-    l.t = ((band * BAND + item % width) * PAIR + cluster_rank()) * ROWS;
-    l.n = item / width * tile<H>::COLUMNS;
-    return l;
+    const struct tile_place l = tile_place_of(item, (p.T + PAIR * ROWS - 1) / (PAIR * ROWS),
+                                              (p.N + tile<H>::COLUMNS - 1) / tile<H>::COLUMNS);
+    const struct place at = {l.group, (l.t * PAIR + cluster_rank()) * ROWS, l.n * tile<H>::COLUMNS};
+    return at;
 }
 
 template <int H>
 static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensorMap &w,
-                                            const struct cuda_product &p, struct layout *l,
+                                            const struct cuda_product &p, struct layout<H> *l,
                                             int32_t items)
 {
     using C = struct tile<H>;
@@ -90,67 +77,68 @@ static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensor
             scale_row[h] = r < last_scale ? r : last_scale; /* beyond N: goes nowhere */
         }
         const float *scales = p.x_scales + (int64_t)at.group * n_blocks * p.ld_scales + at.t;
+        uint32_t next[H];
+#pragma unroll
+        for (int h = 0; h < H; h++) next[h] = scale_bits(p, scale_row[h], 0);
         for (int32_t b = 0; b < n_blocks; b++) {
             uint8_t *to = l->ring + slot * C::STAGE;
-            uint64_t *full = &l->full[slot];
-            bar_wait(&l->empty[slot], phase ^ 1);
+            uint64_t *full = &l->bars.full[slot];
+            bar_wait(&l->bars.empty[slot], phase ^ 1);
 #pragma unroll
-            for (int h = 0; h < H; h++) l->w_scales[slot][h] = block_scale(p, scale_row[h], b);
+            for (int h = 0; h < H; h++) l->w_scales[slot][h] = scale_of(p, next[h]);
             bar_expect(full, C::STAGE + (int)sizeof l->x_scales[slot]);
             tile_load_to(to + C::X_BYTES + rank * (C::W_BYTES / PAIR), &w, full, b * BLOCK_K, row,
                          (1 << PAIR) - 1);
             tile_load(to, &x, full, at.group * p.Kx + b * BLOCK_K, at.t);
             bulk_load(l->x_scales[slot], scales + b * p.ld_scales, sizeof l->x_scales[slot], full);
+#pragma unroll
+            for (int h = 0; h < H; h++) /* here before the next place is free */
+                next[h] = scale_bits(p, scale_row[h], b + 1 < n_blocks ? b + 1 : b);
             if (++slot == C::S) slot = 0, phase ^= 1;
         }
     }
 }
 
-/* The finished tile of a warpgroup. */
+/* The finished tile of a warp, 64 columns at a time: they are turned in shared memory and leave by the copy
+ * engine, two pieces under way; the next tile begins meanwhile. */
 template <int H>
-static __device__ __forceinline__ void store(const struct cuda_product &p, const struct place &at,
-                                             uint8_t *out, const float (&total)[H][64])
+static __device__ __forceinline__ void store(const CUtensorMap &y, const struct place &at,
+                                             uint8_t (&out)[2][OUT], const float (&total)[H][64])
 {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-    const int32_t t = at.t + warp * 16; /* of the warp */
-    const int64_t first = (int64_t)at.group * p.N + at.n;
-    if (p.y_dtype == KERN_BF16 && p.ld_y % 8 == 0 && first % 8 == 0 && (uintptr_t)p.y % 16 == 0) {
+    const int lane = threadIdx.x % 32, row = lane % 16;
 #pragma unroll
-        for (int q = 0; q < 2 * H; q++) { /* 64 columns, turned in shared memory */
-            const float *v = &total[q / 2][q % 2 * 32];
+    for (int q = 0; q < 2 * H; q++) {
+        const float *v = &total[q / 2][q % 2 * 32];
+        uint8_t *piece = out[q % 2];
+        if (lane == 0) tile_store_wait_read<1>();
+        __syncwarp();
 #pragma unroll
-            for (int j = 0; j < 4; j++) {
-                uint32_t r[4];
+        for (int j = 0; j < 4; j++) {
+            uint32_t r[4];
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const __nv_bfloat162 two =
-                        __floats2bfloat162_rn(v[8 * j + 2 * e], v[8 * j + 2 * e + 1]);
-                    memcpy(&r[e], &two, 4);
-                }
-                const int row = lane % 16, piece = 2 * j + lane / 16;
-                dev_store_matrix4(out + row * 128 + (piece ^ (row & 7)) * 16, r);
+            for (int e = 0; e < 4; e++) {
+                const __nv_bfloat162 two =
+                    __floats2bfloat162_rn(v[8 * j + 2 * e], v[8 * j + 2 * e + 1]);
+                memcpy(&r[e], &two, 4);
             }
-            __syncwarp();
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int row = i * 4 + lane / 8, piece = lane % 8;
-                const uint4 u = *(const uint4 *)(out + row * 128 + (piece ^ (row & 7)) * 16);
-                const int32_t n = at.n + q * 64 + piece * 8;
-                if (t + row >= p.T) continue;
-                uint16_t *y = (uint16_t *)p.y + (t + row) * p.ld_y + first + q * 64 + piece * 8;
-                if (n + 8 <= p.N) {
-                    *(uint4 *)y = u;
-                } else {
-                    const uint32_t words[4] = {u.x, u.y, u.z, u.w};
-#pragma unroll
-                    for (int e = 0; e < 8; e++)
-                        if (n + e < p.N) y[e] = (uint16_t)(words[e / 2] >> (e % 2 * 16));
-                }
-            }
-            __syncwarp();
+            dev_store_matrix4(piece + row * 128 + ((2 * j + lane / 16) ^ (row & 7)) * 16, r);
         }
-        return;
+        wgmma_shared(); /* the copy engine reads what was written here */
+        __syncwarp();
+        if (lane == 0) {
+            tile_store(&y, piece, at.n + q * 64, at.group, at.t + threadIdx.x / 32 * 16);
+            tile_store_commit();
+        }
     }
+}
+/* Where the copy engine cannot. */
+template <int H>
+static __device__ __forceinline__ void
+store_singly(const struct cuda_product &p, const struct place &at, const float (&total)[H][64])
+{
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int32_t t = at.t + threadIdx.x / 32 * 16;
+    const int64_t first = (int64_t)at.group * p.N + at.n;
 #pragma unroll
     for (int h = 0; h < H; h++)
 #pragma unroll
@@ -186,12 +174,17 @@ static __device__ __forceinline__ void add(float *total, const float (&sum)[CHUN
     for (int i = 0; i < CHUNK / 2; i++) total[i] = fmaf(sum[i], scale[i % 4 / 2], total[i]);
 }
 
+/* The second warpgroup begins LAG blocks after the first, so that each has the matrix unit to itself while
+ * the other one stores. */
 template <int H>
-static __device__ __forceinline__ void multiply(const struct cuda_product &p, struct layout *l,
-                                                int32_t items)
+static __device__ __forceinline__ void multiply(const CUtensorMap &y, const struct cuda_product &p,
+                                                struct layout<H> *l, int32_t items, bool by_tiles)
 {
     using C = struct tile<H>;
     enum { CHUNKS = C::COLUMNS / CHUNK };
+    const int32_t ahead = (LAG < p.Kx / BLOCK_K ? LAG : p.Kx / BLOCK_K) - 1;
+    const bool leads = threadIdx.x < 128;
+    if (!leads && LAG > 0) asm volatile("bar.sync 1, 256;" ::: "memory");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int32_t n_blocks = p.Kx / BLOCK_K;
     int slot = 0, phase = 0;
@@ -210,7 +203,7 @@ static __device__ __forceinline__ void multiply(const struct cuda_product &p, st
             uint32_t a[4][4];
             const uint8_t *stage = l->ring + slot * C::STAGE;
             const uint64_t w = wgmma_rows(stage + C::X_BYTES);
-            bar_wait(&l->full[slot], phase);
+            bar_wait(&l->bars.full[slot], phase);
             operands(stage, a);
             start(sum[0], a, w);
             wgmma_wait<1>(); /* nothing is left to wait for, but the compiler knows that now */
@@ -233,44 +226,39 @@ static __device__ __forceinline__ void multiply(const struct cuda_product &p, st
                     scale[(q - 1) / 2]);
             }
             wgmma_wait<0>(); /* the operands in registers are free */
-            __syncwarp();
-            if (lane < PAIR) bar_arrive_at(&l->empty[slot], lane);
+            ring_read(&l->bars.empty[slot]);
             if (++slot == C::S) slot = 0, phase ^= 1;
+            if (LAG > 0 && leads && b == ahead && item < (int32_t)(gridDim.x / PAIR))
+                asm volatile("bar.arrive 1, 256;" ::: "memory");
         }
         wgmma_pin(sum[1]);
         add(&total[H - 1][64 - CHUNK / 2], sum[1], scale[H - 1]);
-        store<H>(p, at, l->out[warp], total);
+        if (by_tiles)
+            store<H>(y, at, l->out[warp], total);
+        else
+            store_singly<H>(p, at, total);
     }
+    if (lane == 0) tile_store_wait();
 }
 
 template <int H>
 static __global__ void __launch_bounds__(THREADS, 1)
     codes_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
-                 const struct cuda_product p, int32_t items)
+                 const __grid_constant__ CUtensorMap y, const struct cuda_product p, int32_t items,
+                 bool by_tiles)
 {
-    extern __shared__ __align__(16) uint8_t shared[];
-    struct layout *l = (struct layout *)(shared + (ALIGN - dev_shared(shared) % ALIGN) % ALIGN);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < tile<H>::S; i++)
-            bar_init(&l->full[i], 1), bar_init(&l->empty[i], PAIR * WARPS);
-        bar_init_done();
-    }
-    cluster_meet();
-    if (threadIdx.x / 128 == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 32 * WARPS) fill<H>(x, w, p, l, items);
-        __syncwarp();
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply<H>(p, l, items);
-    }
-    cluster_meet(); /* a block must be there while the other one writes to it */
+    extern __shared__ __align__(ALIGN) uint8_t shared[];
+    struct layout<H> *l = (struct layout<H> *)shared;
+    frame_run(
+        &l->bars, [&] { fill<H>(x, w, p, l, items); },
+        [&] { multiply<H>(y, p, l, items, by_tiles); });
 }
 #else
 template <int H>
 static __global__ void codes_kernel(const __grid_constant__ CUtensorMap x,
                                     const __grid_constant__ CUtensorMap w,
-                                    const struct cuda_product p, int32_t items)
+                                    const __grid_constant__ CUtensorMap y,
+                                    const struct cuda_product p, int32_t items, bool by_tiles)
 {
 }
 #endif
@@ -282,36 +270,26 @@ static int64_t items_of(const struct cuda_product *p, int columns)
 
 template <int H> static bool launch(struct kern_stream *s, const struct cuda_product *p)
 {
-    CUtensorMap x, w;
+    CUtensorMap x, w, y = {};
     const int64_t width = (int64_t)p->groups * p->Kx;
     if (!cuda_tile_map(&x, p->codes, p->T, width, width, ROWS) ||
         !cuda_tile_map(&w, p->w, (int64_t)p->groups * p->N, p->row_bytes, p->row_bytes,
                        tile<H>::COLUMNS / PAIR))
         return false;
+    const bool by_tiles =
+        p->y_dtype == KERN_BF16 && cuda_store_map(&y, p->y, p->T, p->groups, p->N, p->ld_y, 16);
     const int64_t items = items_of(p, tile<H>::COLUMNS);
-    const int64_t clusters = items < s->n_sm / PAIR ? items : s->n_sm / PAIR;
-    cudaLaunchAttribute attr = {};
-    attr.id = cudaLaunchAttributeClusterDimension;
-    attr.val.clusterDim.x = PAIR;
-    attr.val.clusterDim.y = attr.val.clusterDim.z = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = dim3((unsigned)(clusters * PAIR));
-    c.blockDim = dim3(THREADS);
-    c.dynamicSmemBytes = sizeof(struct layout) + ALIGN;
-    c.stream = s->cu;
-    c.attrs = &attr;
-    c.numAttrs = 1;
-    CUDA_SHARED(codes_kernel<H>, sizeof(struct layout) + ALIGN);
-    cudaLaunchKernelEx(&c, codes_kernel<H>, x, w, *p, (int32_t)items);
+    CUDA_SHARED(codes_kernel<H>, sizeof(struct layout<H>));
+    frame_launch(s, codes_kernel<H>, items, sizeof(struct layout<H>), x, w, y, *p, (int32_t)items,
+                 by_tiles);
     return true;
 }
 
 bool cuda_product_codes(struct kern_stream *s, const struct cuda_product *p)
 {
-    /* In rounds of all clusters, a tile of 128 columns being half of one of 256 and a little more. */
-    const int64_t clusters = s->n_sm / PAIR, narrow = cuda_ceil(items_of(p, BLOCK_N), clusters),
-                  broad = cuda_ceil(items_of(p, 2 * BLOCK_N), clusters);
-    return narrow * 6 < broad * 10 ? launch<1>(s, p) : launch<2>(s, p);
+    return frame_prefers_narrow(s, items_of(p, BLOCK_N), items_of(p, 2 * BLOCK_N))
+               ? launch<1>(s, p)
+               : launch<2>(s, p);
 }
 
 bool cuda_codes_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p)

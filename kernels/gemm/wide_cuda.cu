@@ -11,20 +11,15 @@
  * same instructions of 16 k as everywhere. Two blocks of threads with neighbouring weight rows are
  * a cluster that shares its rows of x, each fetching half for both.
  */
-#include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
-#include "kernels/gemm/product.cuh"
+#include "kernels/gemm/frame.cuh"
 
 enum {
-    WARPS = 8, /* that multiply; four more, of which one thread works */
-    THREADS = 32 * WARPS + 128,
     M = 128,      /* weight rows of a tile */
-    PAIR = 2,     /* blocks of threads of a cluster */
     COLUMNS = 64, /* summed at a time */
-    ALIGN = 1024,
     RING = 200 * 1024,
-    OUT = COLUMNS * 128, /* of a warpgroup: 64 rows of y, 64 of bf16 of each */
-    BAND = 8,            /* tiles of x that take turns with the same weights */
+    OUT_ROWS = 32,
+    OUT = OUT_ROWS * 128, /* a piece of a warpgroup's tile: 32 rows of y, 64 of bf16 of each */
     MOST_STAGES = 8,
 };
 template <int H> struct tile {
@@ -39,31 +34,23 @@ template <int H> struct tile {
 };
 struct layout {
     uint8_t ring[RING];
-    uint8_t out[2][OUT];
-    uint64_t full[MOST_STAGES], empty[MOST_STAGES];
+    uint8_t out[2][2][OUT];
+    struct ring_bars<MOST_STAGES> bars;
 };
-static_assert(sizeof(struct layout) + ALIGN <= 227 * 1024, "fits a multiprocessor of sm_90");
+static_assert(sizeof(struct layout) <= 227 * 1024, "fits a multiprocessor of sm_90");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-/* What a cluster does next: tiles that run at the same time are near each other in both directions. */
 struct place {
     int32_t group, n, t; /* first weight row of this block's tile, first row of x */
 };
 template <int H>
 static __device__ __forceinline__ struct place place_of(const struct cuda_product &p, int32_t item)
 {
-    const int32_t pairs = (p.N + PAIR * M - 1) / (PAIR * M),
-                  across = (p.T + tile<H>::N - 1) / tile<H>::N;
-    struct place l;
-    l.group = item / (pairs * across);
-    item -= l.group * pairs * across;
-    const int32_t band = item / (BAND * pairs);
-    item -= band * BAND * pairs;
-    const int32_t width = across - band * BAND < BAND ? across - band * BAND : BAND;
-    l.t = (band * BAND + item % width) * tile<H>::N;
-    l.n = (item / width * PAIR + cluster_rank()) * M;
-    return l;
+    const struct tile_place l =
+        tile_place_of(item, (p.T + tile<H>::N - 1) / tile<H>::N, (p.N + PAIR * M - 1) / (PAIR * M));
+    const struct place at = {l.group, (l.n * PAIR + cluster_rank()) * M, l.t * tile<H>::N};
+    return at;
 }
 
 template <int H>
@@ -79,8 +66,8 @@ static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensor
         const struct place at = place_of<H>(p, item);
         for (int32_t q = 0; q < n_groups; q++) {
             uint8_t *to = l->ring + slot * C::STAGE;
-            uint64_t *full = &l->full[slot];
-            bar_wait(&l->empty[slot], phase ^ 1);
+            uint64_t *full = &l->bars.full[slot];
+            bar_wait(&l->bars.empty[slot], phase ^ 1);
             bar_expect(full, C::STAGE);
             tile_load_to(to + rank * (C::X_BYTES / PAIR), &x, full,
                          (at.group * n_groups + q) * TILE_BYTES, at.t + rank * (C::N / PAIR),
@@ -110,7 +97,7 @@ static __device__ __forceinline__ void read_codes(struct layout *l, struct turn 
 #pragma unroll
     for (int q = 0; q < 2; q++, t = after<H>(t)) {
         const uint8_t *w = l->ring + t.slot * tile<H>::STAGE + tile<H>::X_BYTES;
-        bar_wait(&l->full[t.slot], t.phase);
+        bar_wait(&l->bars.full[t.slot], t.phase);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const uint4 v = *(const uint4 *)(w + (row + 8 * r) * GROUP_K + lane % 4 * 16);
@@ -119,88 +106,101 @@ static __device__ __forceinline__ void read_codes(struct layout *l, struct turn 
     }
 }
 
-/* The finished tile of a warpgroup. */
+/* What is stored of a warpgroup's finished tile. */
 template <int H>
-static __device__ __forceinline__ void store(const struct cuda_product &p, const struct place &at,
-                                             uint8_t *out, float (&total)[H][COLUMNS / 2])
+static __device__ __forceinline__ void finish(const struct cuda_product &p, const struct place &at,
+                                              float (&total)[H][COLUMNS / 2])
 {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-    const int half = warp / 4, n = at.n + warp * 16 + g;
-    const int64_t first = (int64_t)at.group * p.N + at.n;
+    const int32_t row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        if (n + 8 * r >= p.N) continue;
+        if (at.n + row + 8 * r >= p.N) continue;
+        const int64_t of_all = (int64_t)at.group * p.N + at.n + row + 8 * r;
 #pragma unroll
         for (int h = 0; h < H; h++)
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++)
-                if (i % 4 / 2 == r)
-                    total[h][i] =
-                        finished<KERN_W_FP8>(p, first + warp * 16 + g + 8 * r, total[h][i]);
-    }
-    const bool fast =
-        p.y_dtype == KERN_BF16 && p.ld_y % 8 == 0 && first % 8 == 0 && (uintptr_t)p.y % 16 == 0;
-#pragma unroll
-    for (int h = 0; h < H; h++) {
-        const int32_t t0 = at.t + h * COLUMNS;
-        if (!fast) {
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 2; i++) {
-                const int32_t t = t0 + i / 4 * 8 + 2 * c + i % 2, row = n + i % 4 / 2 * 8;
-                if (t < p.T && row < p.N)
-                    dev_store(p.y, t * p.ld_y + (int64_t)at.group * p.N + row, p.y_dtype,
-                              total[h][i]);
-            }
-            continue;
-        }
-#pragma unroll
-        for (int j = 0; j < COLUMNS / 16; j++) { /* 16 columns, turned */
-            uint32_t r[4];
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const __nv_bfloat162 two =
-                    __floats2bfloat162_rn(total[h][8 * j + 2 * e], total[h][8 * j + 2 * e + 1]);
-                memcpy(&r[e], &two, 4);
-            }
-            const int row = 16 * j + lane / 16 * 8 + lane % 8, piece = warp % 4 * 2 + lane / 8 % 2;
-            dev_store_matrix4_trans(out + row * 128 + (piece ^ (row & 7)) * 16, r);
-        }
-        asm volatile("bar.sync %0, 128;" ::"r"(2 + half) : "memory");
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int row = i * 16 + threadIdx.x % 128 / 8, piece = threadIdx.x % 8;
-            const uint4 u = *(const uint4 *)(out + row * 128 + (piece ^ (row & 7)) * 16);
-            const int32_t t = t0 + row, to = half * 64 + piece * 8;
-            if (t >= p.T) continue;
-            uint16_t *y = (uint16_t *)p.y + t * p.ld_y + first + to;
-            if (at.n + to + 8 <= p.N) {
-                *(uint4 *)y = u;
-            } else {
-                const uint32_t words[4] = {u.x, u.y, u.z, u.w};
-#pragma unroll
-                for (int e = 0; e < 8; e++)
-                    if (at.n + to + e < p.N) y[e] = (uint16_t)(words[e / 2] >> (e % 2 * 16));
-            }
-        }
-        asm volatile("bar.sync %0, 128;" ::"r"(2 + half) : "memory");
+                if (i % 4 / 2 == r) total[h][i] = finished<KERN_W_FP8>(p, of_all, total[h][i]);
     }
 }
 
+/* It is turned in shared memory, 32 rows of y at a time, and leaves by the copy engine, two pieces under
+ * way. */
 template <int H>
-static __device__ __forceinline__ void multiply(const struct cuda_product &p, struct layout *l,
-                                                int32_t items)
+static __device__ __forceinline__ void store(const CUtensorMap &y, const struct place &at,
+                                             uint8_t (&out)[2][OUT],
+                                             const float (&total)[H][COLUMNS / 2])
+{
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4;
+    const bool sends = threadIdx.x % 128 == 0;
+#pragma unroll
+    for (int h = 0; h < H; h++)
+#pragma unroll
+        for (int q = 0; q < COLUMNS / OUT_ROWS; q++) {
+            uint8_t *piece = out[q % 2];
+            if (sends) tile_store_wait_read<1>();
+            asm volatile("bar.sync %0, 128;" ::"r"(2 + half) : "memory");
+#pragma unroll
+            for (int j = 0; j < OUT_ROWS / 16; j++) {
+                const float *v = &total[h][q * (OUT_ROWS / 2) + 8 * j];
+                uint32_t r[4];
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const __nv_bfloat162 two = __floats2bfloat162_rn(v[2 * e], v[2 * e + 1]);
+                    memcpy(&r[e], &two, 4);
+                }
+                const int row = 16 * j + lane / 16 * 8 + lane % 8,
+                          at16 = warp % 4 * 2 + lane / 8 % 2;
+                dev_store_matrix4_trans(piece + row * 128 + (at16 ^ (row & 7)) * 16, r);
+            }
+            wgmma_shared(); /* the copy engine reads what was written here */
+            asm volatile("bar.sync %0, 128;" ::"r"(2 + half) : "memory");
+            if (sends) {
+                tile_store(&y, piece, at.n + half * 64, at.group,
+                           at.t + h * COLUMNS + q * OUT_ROWS);
+                tile_store_commit();
+            }
+        }
+}
+/* Where the copy engine cannot. */
+template <int H>
+static __device__ __forceinline__ void store_singly(const struct cuda_product &p,
+                                                    const struct place &at,
+                                                    const float (&total)[H][COLUMNS / 2])
+{
+    const int lane = threadIdx.x % 32, c = lane % 4;
+    const int32_t n = at.n + threadIdx.x / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < H; h++)
+#pragma unroll
+        for (int i = 0; i < COLUMNS / 2; i++) {
+            const int32_t t = at.t + h * COLUMNS + i / 4 * 8 + 2 * c + i % 2,
+                          row = n + i % 4 / 2 * 8;
+            if (t < p.T && row < p.N)
+                dev_store(p.y, t * p.ld_y + (int64_t)at.group * p.N + row, p.y_dtype, total[h][i]);
+        }
+}
+
+template <int H>
+static __device__ __forceinline__ int32_t scale_row_of(const struct cuda_product &p, int32_t item)
+{
+    const struct place at = place_of<H>(p, item);
+    const int32_t row = (at.group * p.N + at.n) / BLOCK_N, last = (p.groups * p.N - 1) / BLOCK_N;
+    return row < last ? row : last;
+}
+
+template <int H>
+static __device__ __forceinline__ void multiply(const CUtensorMap &y, const struct cuda_product &p,
+                                                struct layout *l, int32_t items, bool by_tiles)
 {
     using C = struct tile<H>;
-    const int lane = threadIdx.x % 32, half = threadIdx.x / 128;
+    const int half = threadIdx.x / 128;
     const int32_t n_blocks = p.Kx / BLOCK_K;
-    const int32_t last_scale = (p.groups * p.N - 1) / BLOCK_N;
     struct turn turn = {0, 0};
     struct weights16<KERN_W_FP8> ws[2];
     bool late = half == 1;
     for (int32_t item = blockIdx.x / PAIR; item < items; item += gridDim.x / PAIR) {
-        const struct place at = place_of<H>(p, item);
-        const int32_t of_all = (at.group * p.N + at.n) / BLOCK_N,
-                      scale_row = of_all < last_scale ? of_all : last_scale;
+        const int32_t scale_row = scale_row_of<H>(p, item);
         float sum[COLUMNS / 2], total[H][COLUMNS / 2];
 #pragma unroll
         for (int h = 0; h < H; h++)
@@ -239,11 +239,8 @@ static __device__ __forceinline__ void multiply(const struct cuda_product &p, st
                     asm volatile("bar.arrive 1, 256;" ::: "memory");
                 late = false;
                 if (h == H - 1) {
-                    __syncwarp();
-                    if (lane < PAIR) {
-                        bar_arrive_at(&l->empty[turn.slot], lane);
-                        bar_arrive_at(&l->empty[second.slot], lane);
-                    }
+                    ring_read(&l->bars.empty[turn.slot]);
+                    ring_read(&l->bars.empty[second.slot]);
                 }
 #pragma unroll
                 for (int i = 0; i < COLUMNS / 2; i++)
@@ -251,38 +248,34 @@ static __device__ __forceinline__ void multiply(const struct cuda_product &p, st
             }
             turn = then;
         }
-        store<H>(p, at, l->out[half], total);
+        const struct place at = place_of<H>(p, item);
+        finish<H>(p, at, total);
+        if (by_tiles)
+            store<H>(y, at, l->out[half], total);
+        else
+            store_singly<H>(p, at, total);
     }
+    if (threadIdx.x % 128 == 0) tile_store_wait();
 }
 
 template <int H>
 static __global__ void __launch_bounds__(THREADS, 1)
     wide_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w,
-                const struct cuda_product p, int32_t items)
+                const __grid_constant__ CUtensorMap y, const struct cuda_product p, int32_t items,
+                bool by_tiles)
 {
-    extern __shared__ __align__(16) uint8_t shared[];
-    struct layout *l = (struct layout *)(shared + (ALIGN - dev_shared(shared) % ALIGN) % ALIGN);
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < tile<H>::S; i++)
-            bar_init(&l->full[i], 1), bar_init(&l->empty[i], PAIR * WARPS);
-        bar_init_done();
-    }
-    cluster_meet();
-    if (threadIdx.x / 128 == 2) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        if (threadIdx.x == 32 * WARPS) fill<H>(x, w, p, l, items);
-        __syncwarp();
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        multiply<H>(p, l, items);
-    }
-    cluster_meet(); /* a block must be there while the other one writes to it */
+    extern __shared__ __align__(ALIGN) uint8_t shared[];
+    struct layout *l = (struct layout *)shared;
+    frame_run(
+        &l->bars, [&] { fill<H>(x, w, p, l, items); },
+        [&] { multiply<H>(y, p, l, items, by_tiles); });
 }
 #else
 template <int H>
 static __global__ void wide_kernel(const __grid_constant__ CUtensorMap x,
                                    const __grid_constant__ CUtensorMap w,
-                                   const struct cuda_product p, int32_t items)
+                                   const __grid_constant__ CUtensorMap y,
+                                   const struct cuda_product p, int32_t items, bool by_tiles)
 {
 }
 #endif
@@ -294,35 +287,25 @@ static int64_t items_of(const struct cuda_product *p, int columns)
 
 template <int H> static bool launch(struct kern_stream *s, const struct cuda_product *p)
 {
-    CUtensorMap x, w;
+    CUtensorMap x, w, y = {};
     const int64_t width = (int64_t)p->groups * p->Kx * 2;
     if (!cuda_tile_map(&x, p->x, p->T, width, width, tile<H>::N / PAIR) ||
         !cuda_half_tile_map(&w, p->w, (int64_t)p->groups * p->N, p->row_bytes, p->row_bytes, M))
         return false;
+    const bool by_tiles = p->y_dtype == KERN_BF16 &&
+                          cuda_store_map(&y, p->y, p->T, p->groups, p->N, p->ld_y, OUT_ROWS);
     const int64_t items = items_of(p, tile<H>::N);
-    const int64_t clusters = items < s->n_sm / PAIR ? items : s->n_sm / PAIR;
-    cudaLaunchAttribute attr = {};
-    attr.id = cudaLaunchAttributeClusterDimension;
-    attr.val.clusterDim.x = PAIR;
-    attr.val.clusterDim.y = attr.val.clusterDim.z = 1;
-    cudaLaunchConfig_t c = {};
-    c.gridDim = dim3((unsigned)(clusters * PAIR));
-    c.blockDim = dim3(THREADS);
-    c.dynamicSmemBytes = sizeof(struct layout) + ALIGN;
-    c.stream = s->cu;
-    c.attrs = &attr;
-    c.numAttrs = 1;
-    CUDA_SHARED(wide_kernel<H>, sizeof(struct layout) + ALIGN);
-    cudaLaunchKernelEx(&c, wide_kernel<H>, x, w, *p, (int32_t)items);
+    CUDA_SHARED(wide_kernel<H>, sizeof(struct layout));
+    frame_launch(s, wide_kernel<H>, items, sizeof(struct layout), x, w, y, *p, (int32_t)items,
+                 by_tiles);
     return true;
 }
 
 bool cuda_product_wide(struct kern_stream *s, const struct cuda_product *p)
 {
-    /* In rounds of all clusters, a tile of 128 columns being half of one of 256 and a little more. */
-    const int64_t clusters = s->n_sm / PAIR, narrow = cuda_ceil(items_of(p, 128), clusters),
-                  broad = cuda_ceil(items_of(p, 256), clusters);
-    return narrow * 6 < broad * 10 ? launch<2>(s, p) : launch<4>(s, p);
+    return frame_prefers_narrow(s, items_of(p, 2 * COLUMNS), items_of(p, 4 * COLUMNS))
+               ? launch<2>(s, p)
+               : launch<4>(s, p);
 }
 
 bool cuda_wide_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p)
