@@ -98,33 +98,44 @@ static int linear_plain(struct kern_stream *s, const struct kern_linear *p)
     return cuda_done(s, "linear");
 }
 
-/* Products by wgmma, of either kind. */
-static int linear_wgmma(struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
+/* Products of codes. */
+static int linear_codes(struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
 {
-    const int32_t Kx = cuda_code_width(p->K);
-    const bool codes = cuda_codes_fits(s, p->w.fmt, c);
-    const size_t bytes = (size_t)p->T * p->groups * (size_t)Kx * (codes ? 1 : 2);
-    c->Kx = Kx;
-    c->ld_scales = cuda_ceil(p->T, CUDA_CODES_T) * CUDA_CODES_T;
-    const size_t scale_bytes = codes ? (size_t)c->ld_scales * p->groups * (Kx / BLOCK_K) * 4 : 0;
-    uint8_t *rows = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, bytes + scale_bytes);
-    if (!rows) return cuda_done(s, "linear");
-    if (codes) {
+    const bool few_tiles = cuda_codes_narrow_fits(s, c);
+    c->Kx = cuda_code_width(p->K);
+    if (!few_tiles || !cuda_codes_own(c)) {
+        const size_t bytes = (size_t)p->T * p->groups * (size_t)c->Kx;
+        c->ld_scales = cuda_ceil(p->T, CUDA_CODES_T) * CUDA_CODES_T;
+        const size_t scale_bytes = (size_t)c->ld_scales * p->groups * (c->Kx / BLOCK_K) * 4;
+        uint8_t *rows = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, bytes + scale_bytes);
+        if (!rows) return cuda_done(s, "linear");
         float *scales = (float *)(rows + bytes);
         const struct cuda_codes q = {p->x, p->x_dtype, p->ld_x, p->T,   p->groups,
                                      p->K, NULL,       rows,    scales, c->ld_scales};
         cuda_quant_codes(s, &q);
         c->codes = rows;
         c->x_scales = scales;
-    } else {
-        const struct cuda_quant q = {
-            p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
-            NULL, NULL,       rows,    Kx,   false,     true};
-        cuda_quant_rows(s, &q);
-        c->x = (const uint16_t *)rows;
     }
+    const bool described = few_tiles                          ? cuda_product_codes_narrow(s, c)
+                           : cuda_narrow_fits(s, p->w.fmt, c) ? cuda_product_narrow(s, p->w.fmt, c)
+                                                              : cuda_product_codes(s, c);
+    const int rc = cuda_done(s, "linear");
+    return described ? rc : TOW_EDEVICE;
+}
+
+/* Products by wgmma, of the bf16 kind. */
+static int linear_wgmma(struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
+{
+    const int32_t Kx = cuda_code_width(p->K);
+    void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kx * 2);
+    if (!rows) return cuda_done(s, "linear");
+    const struct cuda_quant q = {
+        p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
+        NULL, NULL,       rows,    Kx,   false,     true};
+    cuda_quant_rows(s, &q);
+    c->Kx = Kx;
+    c->x = (const uint16_t *)rows;
     const bool described = cuda_narrow_fits(s, p->w.fmt, c) ? cuda_product_narrow(s, p->w.fmt, c)
-                           : codes                          ? cuda_product_codes(s, c)
                                                             : cuda_product_wide(s, c);
     const int rc = cuda_done(s, "linear");
     return described ? rc : TOW_EDEVICE;
@@ -215,9 +226,9 @@ extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear 
 
     struct cuda_product c = product_of(p);
     const bool fit = is_readable(p);
-    if (cuda_codes_fits(s, w->fmt, &c) ||
-        (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
-         (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c))))
+    if (cuda_codes_fits(s, w->fmt, &c)) return linear_codes(s, p, &c);
+    if (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
+        (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c)))
         return linear_wgmma(s, p, &c);
     const bool four_bits = w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4;
     /* Rows that can be read as they are need no copy in shared memory. */

@@ -82,6 +82,11 @@ bool cuda_product_narrow(struct kern_stream *s, enum kern_wfmt fmt, const struct
 bool cuda_wide_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_product_wide(struct kern_stream *s, const struct cuda_product *p);
 bool cuda_product_codes(struct kern_stream *s, const struct cuda_product *p);
+/* Up to 128 rows of codes where there are few weight rows. Small x (cuda_codes_own) is left to it: codes NULL,
+ * x as it came. */
+bool cuda_codes_narrow_fits(const struct kern_stream *s, const struct cuda_product *p);
+bool cuda_codes_own(const struct cuda_product *p);
+bool cuda_product_codes_narrow(struct kern_stream *s, const struct cuda_product *p);
 
 enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };
 

@@ -1,7 +1,7 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time against the
  * bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16 TOW_BENCH_TFLOPS; else
  * what bench.h says of an H200). fp8: products by codes; early: they begin while rows are quantized;
- * mma: not by wgmma. TOW_BENCH_ROWS: that many rows only. */
+ * mma: not by wgmma. TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
@@ -86,6 +86,14 @@ static struct kern_weight host_weight(const struct shape *c)
     return w;
 }
 
+static bool wanted_rows(int32_t T)
+{
+    const char *list = getenv("TOW_BENCH_ROWS");
+    for (const char *c = list; c; c = strchr(c, ',') ? strchr(c, ',') + 1 : NULL)
+        if (atoi(c) == T) return true;
+    return !list;
+}
+
 static void bench_shape(struct bench *b, const struct shape *c, double tflops)
 {
     static const int32_t rows[] = {1, 8, 32, 128, 8192},
@@ -108,8 +116,7 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
     }
     for (int i = 0; i < n; i++) {
         const int32_t T = Ts[i];
-        const char *rows_only = getenv("TOW_BENCH_ROWS");
-        if ((head && T > 128) || (rows_only && atoi(rows_only) != T)) continue;
+        if ((head && T > 128) || !wanted_rows(T)) continue;
         const double k = (double)c->groups * c->K, width = (double)c->groups * c->N;
         void *x = bench_random(b, T * k, KERN_BF16, 1),
              *y = bench_alloc(b, T * width * kern_dtype_bytes(c->y));
