@@ -41,6 +41,16 @@ static __device__ __forceinline__ uint4 dev_pack8(const float f[8])
     return make_uint4(dev_pack2(f[0], f[1]), dev_pack2(f[2], f[3]), dev_pack2(f[4], f[5]),
                       dev_pack2(f[6], f[7]));
 }
+/* Over the lanes of a warp, which has 32 neighbouring pieces of eight elements of a row: rmsnorm and the
+ * boundary, where other threads have them, add them up in this order. */
+static __device__ __forceinline__ float dev_pieces_sum(float v)
+{
+    v += __shfl_xor_sync(0xffffffffu, v, 4);
+    v += __shfl_xor_sync(0xffffffffu, v, 8);
+    v += __shfl_xor_sync(0xffffffffu, v, 1);
+    v += __shfl_xor_sync(0xffffffffu, v, 2);
+    return v + __shfl_xor_sync(0xffffffffu, v, 16);
+}
 static __host__ __device__ __forceinline__ bool cuda_aligned16(const void *p)
 {
     return ((uintptr_t)p & 15) == 0;

@@ -83,6 +83,31 @@ static __device__ __forceinline__ void bar_wait(uint64_t *bar, int parity)
                  "r"(parity)
                  : "memory");
 }
+/* The same where blocks of the cluster wrote what it is about. */
+static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parity)
+{
+    asm volatile("{ .reg .pred p; wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
+                 "p, [%0], %1; @p bra done; bra wait; done: }" ::"r"(dev_shared(bar)),
+                 "r"(parity)
+                 : "memory");
+}
+/* Stores to a block of the cluster, counted in bytes by its barrier; both as dev_shared_of() has them. */
+static __device__ __forceinline__ void put_at(uint32_t to, uint32_t bar, float v)
+{
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(to),
+        "r"(__float_as_uint(v)), "r"(bar)
+        : "memory");
+}
+static __device__ __forceinline__ void put_at(uint32_t to, uint32_t bar, float4 v)
+{
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, "
+        "[%5];" ::"r"(to),
+        "r"(__float_as_uint(v.x)), "r"(__float_as_uint(v.y)), "r"(__float_as_uint(v.z)),
+        "r"(__float_as_uint(v.w)), "r"(bar)
+        : "memory");
+}
 /* The tile from byte `at` of row `row` on. */
 static __device__ __forceinline__ void tile_load(void *to, const CUtensorMap *map, uint64_t *bar,
                                                  int32_t at, int32_t row)
@@ -168,12 +193,19 @@ static __device__ __forceinline__ int cluster_rank(void)
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
     return (int)r;
 }
-/* All threads of all blocks of the cluster. */
+/* All threads of all blocks of the cluster; between the two, work that needs no neighbour. */
+static __device__ __forceinline__ void cluster_arrive(void)
+{
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+static __device__ __forceinline__ void cluster_wait(void)
+{
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 static __device__ __forceinline__ void cluster_meet(void)
 {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n"
-                 "barrier.cluster.wait.acquire.aligned;" ::
-                     : "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 
 #endif /* sm_90a */

@@ -1,29 +1,29 @@
 /* kernels/hc/hc_cuda.cu - hyper-connections: collapse the streams to one row, spread a result over
  * them.
  *
- * The mixes are a product of [T, K] streams (K = hc * D) with a few rows of fn, kept in f32. It runs on
- * the matrix unit, exact in its products: an f32 weight is the sum of three bf16. A warp takes a chunk of
- * 128 of K for a tile of rows, straight from memory to registers: within 32 consecutive k a thread
- * holds eight neighbours, of h one 16-byte load, of fn two, which serve two MMA steps (the order of k
- * inside a chunk is that of no tensor, only the same on both sides). Eight chunks are a slice.
+ * The mixes are a product of [T, K] streams (K = hc * D) with a few rows of fn, kept in f32. It
+ * runs on the matrix unit, exact in its products: an f32 weight is the sum of three bf16. A warp
+ * takes a chunk of 128 of K for a tile of rows, straight from memory to registers: within 32
+ * consecutive k a thread holds eight neighbours, of h one 16-byte load, of fn two, which serve two
+ * MMA steps (the order of k inside a chunk is that of no tensor, only the same on both sides).
+ * Eight chunks are a slice.
  *
- *     mix      part[t][slot][n]: sums over a slice by a block (many rows; two warps with the same fn
- *              and 64 rows each, so that the second finds fn in the first-level cache), or over a chunk
- *              by a lone warp (few rows: then 128 warps stream fn at once)
- *     finish   a block a row: adds up the slots - chunks of a slice by one tree, then slices in order,
- *              so both kinds of mix give the same bits - and the squares of the streams, which it has
- *              loaded meanwhile; from these makes pre, post and comb, and x
+ *     mix      part[t][slot][n]: sums over a slice by a block (many rows; two warps with the same
+ *              fn and 64 rows each, so that the second finds fn in the first-level cache), or over
+ *              a chunk by a lone warp (few rows: then 128 warps stream fn at once)
+ *     finish   a block a row: adds up the slots - chunks of a slice by one tree, then slices in
+ *              order, so both kinds of mix give the same bits - and the squares of the streams,
+ *              which it has loaded meanwhile; from these makes pre, post and comb, and x
  *
- * Holding the streams of a row in shared memory between the two was rejected: fn comes from L2 for every
- * block, and only a tile of many rows (32 KiB of streams each) makes that less than reading h again.
- * Other shapes and f32 streams take a plain kernel, a block a row. Four bf16 streams of the deployed width
- * are collapsed by boundary_cuda.cu where the device has clusters of sixteen.
+ * Holding the streams of a row in shared memory between the two was rejected: fn comes from L2 for
+ * every block, and only a tile of many rows (32 KiB of streams each) makes that less than reading h
+ * again. Other shapes and f32 streams take a plain kernel, a block a row. Four bf16 streams of the
+ * deployed width are collapsed by boundary_cuda.cu where the device has clusters of sixteen.
  */
 #include "kernels/cuda/mma.cuh"
 #include "kernels/hc/boundary.cuh"
 
 enum {
-    VEC = 8,                 /* bf16 of a 16-byte load */
     CHUNK = 128,             /* of K: one sum of the matrix unit */
     STEPS = CHUNK / 32,      /* of 32 k each */
     SLICE = 8,               /* chunks */
@@ -41,15 +41,6 @@ struct mix {
     float *part;       /* [T, slots, 8 * tiles of columns] */
     int32_t fn_row, T, K, N;
 };
-
-/* Takes the bf16 nearest to two values out of them: what is left is exact. */
-static __device__ __forceinline__ uint32_t split2(float *x, float *y)
-{
-    const uint32_t u = dev_pack2(*x, *y);
-    *x -= __uint_as_float(u << 16);
-    *y -= __uint_as_float(u & 0xffff0000u);
-    return u;
-}
 
 /* Adds the products of 32 consecutive k: a of the rows, w of fn, which it uses up. */
 template <int MT, int NT, bool F32>
@@ -73,8 +64,8 @@ static __device__ __forceinline__ void step_sums(const uint4 a[MT][2], float w[N
             }
 }
 
-/* What a thread reads of a chunk. Offsets of 32 bits from two pointers: registers are scarce here. Rows
- * behind the last one are read as the last and never stored. */
+/* What a thread reads of a chunk. Offsets of 32 bits from two pointers: registers are scarce here.
+ * Rows behind the last one are read as the last and never stored. */
 template <int MT, int NT, bool F32> struct reader {
     const uint8_t *h, *fn;
     uint32_t row[MT][2], column[NT];
@@ -124,7 +115,8 @@ static __device__ __forceinline__ void widen_fn(const uint4 v[F32 ? 2 : 1], floa
     }
 }
 
-/* The chunk that begins at k0 for MT tiles of 16 rows from row t0 on, added to acc, a step at a time. */
+/* The chunk that begins at k0 for MT tiles of 16 rows from row t0 on, added to acc, a step at a
+ * time. */
 template <int MT, int NT, bool F32>
 static __device__ __forceinline__ void chunk_sums(const struct mix &p, int32_t t0, int32_t k0,
                                                   float acc[MT][NT][4])
@@ -177,8 +169,9 @@ static __device__ __forceinline__ void store_sums(const struct mix &p, int32_t t
         }
 }
 
-/* Few rows: a warp a chunk. All of it is under way to shared memory before the first product, each thread
- * fetching what it will use itself; the compiler would not keep that many loads in registers. */
+/* Few rows: a warp a chunk. All of it is under way to shared memory before the first product, each
+ * thread fetching what it will use itself; the compiler would not keep that many loads in
+ * registers. */
 template <int MT, int NT, bool F32>
 static __global__ void __launch_bounds__(32) mix_few(struct mix p)
 {
@@ -224,8 +217,8 @@ static __global__ void __launch_bounds__(32) mix_few(struct mix p)
     store_sums<MT, NT>(p, t0, chunk, p.K / CHUNK, acc);
 }
 
-/* Many rows: a block a slice. Warps 2c and 2c+1 make chunks c and c+4 for two tiles of rows; sums meet
- * in shared memory: of chunks 4 apart, then 2, 1. */
+/* Many rows: a block a slice. Warps 2c and 2c+1 make chunks c and c+4 for two tiles of rows; sums
+ * meet in shared memory: of chunks 4 apart, then 2, 1. */
 template <int MT, int NT, bool F32>
 static __global__ void __launch_bounds__(32 * SLICE, 2) mix_many(struct mix p)
 {
@@ -296,8 +289,6 @@ static __device__ __forceinline__ void make_comb(const struct kern_hc_collapse &
 
 /* ------------------------------------------------------------------ four streams of bf16 */
 
-enum { STREAMS = 4 };
-
 /* Sums of slots to m[0 .. columns): a slice per slot, or eight chunks per slice. */
 static __device__ __forceinline__ void add_slots(const float *part, int32_t slices, bool chunks,
                                                  int32_t columns, float *slice_sums, float *m)
@@ -321,37 +312,16 @@ static __device__ __forceinline__ void add_slots(const float *part, int32_t slic
     __syncthreads();
 }
 
-/* Eight values of x from four streams. */
-static __device__ __forceinline__ uint4 collapse8(const uint4 h[STREAMS], const float *pre)
-{
-    float f[VEC], s[VEC];
-    dev_unpack8(h[0], f);
-#pragma unroll
-    for (int i = 0; i < VEC; i++) s[i] = pre[0] * f[i];
-#pragma unroll
-    for (int j = 1; j < STREAMS; j++) {
-        dev_unpack8(h[j], f);
-#pragma unroll
-        for (int i = 0; i < VEC; i++) s[i] = fmaf(pre[j], f[i], s[i]);
-    }
-    return dev_pack8(s);
-}
-
 static __device__ __forceinline__ void load_streams(const uint16_t *h, int32_t D, int32_t i,
                                                     uint4 v[STREAMS])
 {
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) v[j] = *(const uint4 *)(h + (int64_t)j * D + i);
 }
-static __device__ __forceinline__ float add_squares(const uint4 v[STREAMS], float s)
+static __device__ __forceinline__ float squares_of(const uint4 v[STREAMS], float s)
 {
 #pragma unroll
-    for (int j = 0; j < STREAMS; j++) {
-        float f[VEC];
-        dev_unpack8(v[j], f);
-#pragma unroll
-        for (int i = 0; i < VEC; i++) s = fmaf(f[i], f[i], s);
-    }
+    for (int j = 0; j < STREAMS; j++) s = add_squares(v[j], s);
     return s;
 }
 
@@ -374,10 +344,10 @@ static __global__ void __launch_bounds__(FINISH_THREADS)
         if (i0 + a * step < p.D) load_streams(h, p.D, i0 + a * step, v[a]);
 #pragma unroll
     for (int a = 0; a < KEPT; a++)
-        if (i0 + a * step < p.D) squares = add_squares(v[a], squares);
+        if (i0 + a * step < p.D) squares = squares_of(v[a], squares);
     for (int32_t i = i0 + KEPT * step; i < p.D; i += step) {
         load_streams(h, p.D, i, more);
-        squares = add_squares(more, squares);
+        squares = squares_of(more, squares);
     }
     squares = dev_warp_sum(squares);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = squares;

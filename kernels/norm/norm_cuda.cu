@@ -1,12 +1,14 @@
 /* kernels/norm/norm_cuda.cu - row norms and rotations.
  *
- * rmsnorm      A block a row; a thread holds two vectors of eight from the first pass to the second.
- *              Which elements a thread adds depends on D alone, whatever the alignment of a row: squares of
- *              eight, then 32 of these by one tree and the sums of 256 by another, as hc_boundary does.
- * heads_rope   At the deployed width a warp takes four heads: it loads them whole (eight 16-byte loads
- *              in flight), leaves the rounded squares in shared memory and adds those up as the CPU
- *              does, eight threads a head; a head's values never leave registers. Without the norm only
- *              the rotated end is read and written. Other widths: a warp a head, in shared memory.
+ * rmsnorm      A block a row; a thread holds two vectors of eight from the first pass to the
+ *              second. Which elements a thread adds depends on D alone, whatever the alignment of a
+ *              row: squares of eight, then 32 of these by one tree and the sums of 256 by another,
+ *              as hc_boundary does.
+ * heads_rope   At the deployed width a warp takes four heads: it loads them whole (eight 16-byte
+ *              loads in flight), leaves the rounded squares in shared memory and adds those up as
+ *              the CPU does, eight threads a head; a head's values never leave registers. Without
+ *              the norm only the rotated end is read and written. Other widths: a warp a head, in
+ *              shared memory.
  * kv_prep      A warp a row, in shared memory: a sixteenth of what heads_rope moves.
  * All are bound by memory: each value is read once and written once.
  */
@@ -94,7 +96,7 @@ static __global__ void __launch_bounds__(NORM_MAX_THREADS) rmsnorm_kernel(struct
     }
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
-        s[k] = dev_warp_sum(s[k]);
+        s[k] = dev_pieces_sum(s[k]);
         if (threadIdx.x % 32 == 0) parts[(k * blockDim.x + threadIdx.x) / 32] = s[k];
     }
     __syncthreads();

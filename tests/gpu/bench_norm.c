@@ -1,9 +1,10 @@
-/* tests/gpu/bench_norm.c - norms, rotations, hyper-connections, compressors and window rows at V4-Flash
- * shapes: a prefill chunk of 8192 rows, and decode steps of 1, 32 and 128 sequences.
+/* tests/gpu/bench_norm.c - norms, rotations, hyper-connections, compressors and window rows at
+ * V4-Flash shapes: a prefill chunk of 8192 rows, and decode steps of 1, 32 and 128 sequences.
  *
- * In a decode step a call is a launch of a few microseconds, which the host cannot enqueue as fast: there
- * as many as thirty-two calls are a graph, as in a step.
- * usage: bench_norm [name part] [cuda:N] [late]; late: small kernels wait for the end of the one before
+ * In a decode step a call is a launch of a few microseconds, which the host cannot enqueue as fast:
+ * there as many as thirty-two calls are a graph, as in a step.
+ * usage: bench_norm [name part] [cuda:N] [late]; late: small kernels wait for the end of the one
+ * before
  */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
@@ -258,8 +259,8 @@ static void bench_hc(struct bench *b, int32_t T, const char *goal)
     bench_free_all(b);
 }
 
-/* n sequences of rows rows each, at the end of a context. All layers are alike, so a turn takes another
- * layer: other states and parts of pages. */
+/* n sequences of rows rows each, at the end of a context. All layers are alike, so a turn takes
+ * another layer: other states and parts of pages. */
 static void bench_cache(struct bench *b, int32_t n, int32_t rows, int32_t ratio, bool index,
                         const char *goal)
 {
