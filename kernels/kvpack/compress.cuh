@@ -1,5 +1,6 @@
-/* kernels/kvpack/compress.cuh - how rows of a compressor become entries and states, and window keys a ring: the
- * device's half of compress and window_store, for the kernels of kvpack_cuda.cu and prepare_cuda.cu.
+/* kernels/kvpack/compress.cuh - how rows of a compressor become entries and states, and window keys
+ * a ring: the device's half of compress and window_store, for the kernels of kvpack_cuda.cu and
+ * prepare_cuda.cu.
  */
 #ifndef KERN_KVPACK_COMPRESS_CUH
 #define KERN_KVPACK_COMPRESS_CUH
@@ -9,7 +10,7 @@
 #include "kernels/cuda/mma.cuh"
 #include "kernels/kvpack/entry.cuh"
 
-enum { MAX_LOOK = 32 }; /* rows a block looks at */
+enum { MAX_LOOK = 128 }; /* rows a block looks at */
 
 struct compress {
     struct cuda_kv k;
@@ -38,8 +39,8 @@ static __device__ __forceinline__ int64_t position(const struct cuda_seq &q, int
     return q.pos0 + (t - q.row0);
 }
 
-/* A task of overlapping groups: the first row of a sequence, or the last row of a group from the third
- * on. Of dense groups: the first row of a sequence, or of a group. */
+/* A task of overlapping groups: the first row of a sequence, or the last row of a group from the
+ * third on. Of dense groups: the first row of a sequence, or of a group. */
 template <bool OVERLAP>
 static __device__ __forceinline__ bool begins(const struct cuda_seq &q, int32_t t, int32_t ratio)
 {
@@ -77,7 +78,7 @@ static __device__ __forceinline__ enum kern_ik_fmt shadow_fmt(int s)
     return s == KERN_SHADOW_BF16 ? KERN_IK_BF16 : s == KERN_SHADOW_FP8 ? KERN_IK_FP8 : KERN_IK_FP4;
 }
 
-/* The key, not rounded for storage yet, to the companion page in each type but the selecting one. */
+/* The key, not rounded for storage yet, to the companion page in each type but the selecting. */
 template <int N>
 static __device__ void store_shadows(const struct compress &a, const struct cuda_seq &q,
                                      int64_t entry, const float *row, float *copy, int me)
@@ -94,8 +95,8 @@ static __device__ void store_shadows(const struct compress &a, const struct cuda
     }
 }
 
-/* The pooled row becomes entry `entry` of the sequence; scratch follows it. All threads have written
- * their channels. */
+/* The pooled row becomes entry `entry` of the sequence; scratch follows it. All threads have
+ * written their channels. */
 template <int N>
 static __device__ void finish(const struct compress &a, const struct cuda_seq &q, int64_t entry,
                               float *row, int me)
@@ -121,7 +122,8 @@ static __device__ void finish(const struct compress &a, const struct cuda_seq &q
     dev_team_sync<N>(); /* the row is free again */
 }
 
-/* The same by one warp for the shapes of entry.cuh, in two parts, of which the first needs no row yet. */
+/* The same by one warp for the shapes of entry.cuh, in two parts, of which the first needs no row
+ * yet. */
 static __device__ __forceinline__ bool by_a_warp(const struct compress &a, const struct cuda_seq &q)
 {
     return a.fast && !(a.index && q.page_step == 2); /* companion pages take other types */
@@ -209,37 +211,72 @@ token_at(const struct compress &a, const struct cuda_seq &q, int64_t pos, int32_
     return x;
 }
 
-/* Group `group` to the row: softmax over its second halves and the first halves of the group before. */
+/* Softmax over eight tokens, or the last four. NEAR: all weights have dev_exp_near(). */
+template <int V, bool NEAR>
+static __device__ __forceinline__ lanes<V> weigh(const struct token<V> x[8], const float m[V],
+                                                 bool before)
+{
+    struct lanes<V> out;
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        float sum = 0.0f, acc = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            if (!before && i < 4) continue;
+            const float d = x[i].g.f[v] - m[v], w = NEAR ? dev_exp_near(d) : dev_exp(d);
+            sum += w;
+            acc = fmaf(w, x[i].kv.f[v], acc);
+        }
+        out.f[v] = acc / sum;
+    }
+    return out;
+}
+template <int V>
+static __device__ __forceinline__ lanes<V> pool_tokens(const struct token<V> x[8], bool before)
+{
+    float m[V];
+    bool near = before; /* no NaN is */
+#pragma unroll
+    for (int v = 0; v < V; v++) {
+        m[v] = before ? x[0].g.f[v] : x[4].g.f[v];
+#pragma unroll
+        for (int i = 1; i < 8; i++)
+            if (before || i > 4) m[v] = x[i].g.f[v] > m[v] ? x[i].g.f[v] : m[v];
+#pragma unroll
+        for (int i = 0; i < 8; i++) near = near && x[i].g.f[v] - m[v] >= DEV_EXP_NEAR;
+    }
+    return near ? weigh<V, true>(x, m, true) : weigh<V, false>(x, m, before);
+}
+/* Group `group` to the row: softmax over its second halves and the first halves of the group
+ * before. */
 template <int V>
 static __device__ __forceinline__ void pool_overlap(const struct compress &a,
                                                     const struct cuda_seq &q, int64_t group,
                                                     int32_t c, float *row)
 {
     struct token<V> x[8];
-    struct lanes<V> out;
     const int64_t pos = group * 4;
     const bool before = group > 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (before) x[i] = token_at<V>(a, q, pos - 4 + i, 0, c);
-        x[4 + i] = token_at<V>(a, q, pos + i, a.e, c);
-    }
-#pragma unroll
-    for (int v = 0; v < V; v++) {
-        float m = before ? x[0].g.f[v] : x[4].g.f[v], sum = 0.0f, acc = 0.0f;
-#pragma unroll
-        for (int i = 1; i < 8; i++)
-            if (before || i > 4) m = x[i].g.f[v] > m ? x[i].g.f[v] : m;
+    if (pos - 4 >= q.pos0) { /* all are of the batch: addresses go in equal steps */
+        const int64_t at = (q.row0 + (pos - 4 - q.pos0)) * 2 * a.e + c;
+        const float *const kv = a.kv + at, *const gate = a.gate + at;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            if (!before && i < 4) continue;
-            const float w = dev_exp(x[i].g.f[v] - m);
-            sum += w;
-            acc = fmaf(w, x[i].kv.f[v], acc);
+            const int32_t off = (2 * i + i / 4) * a.e;
+            const struct lanes<V> ape = load<V>(a.ape + (i % 4 * 2 + i / 4) * a.e + c);
+            x[i].kv = load<V>(kv + off);
+            x[i].g = load<V>(gate + off);
+#pragma unroll
+            for (int v = 0; v < V; v++) x[i].g.f[v] = x[i].g.f[v] + ape.f[v];
         }
-        out.f[v] = acc / sum;
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (before) x[i] = token_at<V>(a, q, pos - 4 + i, 0, c);
+            x[4 + i] = token_at<V>(a, q, pos + i, a.e, c);
+        }
     }
-    store<V>(row + c, out);
+    store<V>(row + c, pool_tokens<V>(x, before));
 }
 
 /* Channels c .. of the state after the sequence's rows. */
@@ -273,6 +310,25 @@ static __device__ __forceinline__ void update_overlap(const struct compress &a,
     }
 }
 
+/* The task that begins at row t. */
+struct overlap_task {
+    struct cuda_seq q;
+    int64_t group;
+    int n; /* groups */
+    bool first;
+};
+static __device__ __forceinline__ struct overlap_task overlap_task_of(const struct compress &a,
+                                                                      int32_t t)
+{
+    struct overlap_task k;
+    k.q = a.b.seqs[a.b.row_seq[t]];
+    k.first = t == k.q.row0;
+    k.group = k.first ? k.q.pos0 >> 2 : position(k.q, t) >> 2;
+    const int64_t left = ((k.q.pos0 + k.q.n_rows) >> 2) - k.group;
+    k.n = (int)(left < 0 ? 0 : left > k.first + 1 ? k.first + 1 : left);
+    return k;
+}
+
 template <int N, int V>
 static __device__ __forceinline__ void overlap_tasks(const struct compress &a, int32_t block,
                                                      float *row, struct tasks &found)
@@ -282,32 +338,22 @@ static __device__ __forceinline__ void overlap_tasks(const struct compress &a, i
     cuda_hurry();
     cuda_await();
     for (int32_t i = 0; i < found.n; i++) {
-        const int32_t t = found.row[i];
-        const struct cuda_seq q = a.b.seqs[a.b.row_seq[t]];
-        const bool first = t == q.row0;
-        const int64_t group = first ? q.pos0 >> 2 : position(q, t) >> 2;
-        const int64_t closed = (q.pos0 + q.n_rows) >> 2; /* groups of the sequence */
-        const int n = (int)(closed - group < 0           ? 0
-                            : closed - group > first + 1 ? first + 1
-                                                         : closed - group);
-        const bool fast = by_a_warp(a, q);
+        const struct overlap_task k = overlap_task_of(a, found.row[i]);
+        const bool fast = by_a_warp(a, k.q);
         struct entry e;
-        if (fast && !a.pooled && me / 32 < n) e = entry_of(a, q, group + me / 32);
-        for (int k = 0; k < n; k++) {
-            float *to = a.pooled ? a.pooled + (q.row0 + 4 * (group + k) + 3 - q.pos0) * a.e
-                                 : row + k * a.row_floats;
-            for (int32_t c = me * V; c < a.e; c += N * V) pool_overlap<V>(a, q, group + k, c, to);
-        }
-        if (first)
-            for (int32_t c = me * V; c < a.e; c += N * V) update_overlap<V>(a, q, c);
-        if (a.pooled) continue;
+        if (fast && me / 32 < k.n) e = entry_of(a, k.q, k.group + me / 32);
+        for (int j = 0; j < k.n; j++)
+            for (int32_t c = me * V; c < a.e; c += N * V)
+                pool_overlap<V>(a, k.q, k.group + j, c, row + j * a.row_floats);
+        if (k.first)
+            for (int32_t c = me * V; c < a.e; c += N * V) update_overlap<V>(a, k.q, c);
         dev_team_sync<N>();
-        for (int k = 0; k < n; k++) {
+        for (int j = 0; j < k.n; j++) {
             if (!fast) {
-                finish<N>(a, q, group + k, row + k * a.row_floats, me);
-            } else if (N == 32 || me / 32 == k) {
-                if (k != me / 32) e = entry_of(a, q, group + k);
-                finish_fast(a, e, row + k * a.row_floats);
+                finish<N>(a, k.q, k.group + j, row + j * a.row_floats, me);
+            } else if (N == 32 || me / 32 == j) {
+                if (j != me / 32) e = entry_of(a, k.q, k.group + j);
+                finish_fast(a, e, row + j * a.row_floats);
             }
         }
         dev_team_sync<N>(); /* rows are free again */
@@ -320,13 +366,18 @@ static __device__ __forceinline__ void overlap_tasks(const struct compress &a, i
 struct fold {
     float m, l, a;
 };
-/* One of keep = exp(m - top) and add = exp(g - top) is exp(0) = 1. */
-static __device__ __forceinline__ void fold_in(struct fold *f, float kv, float g)
+/* Another token, whose score is d above the maximum; x = exp(-|d|). One of keep = exp(m - top) and
+ * add = exp(g - top) is exp(0) = 1. */
+static __device__ __forceinline__ void fold_sums(struct fold *f, float kv, float d, float x)
 {
-    const float d = g - f->m, x = dev_exp(-fabsf(d));
     const float keep = d > 0 ? x : 1.0f, add = d > 0 ? 1.0f : x;
     f->l = fmaf(f->l, keep, add);
     f->a = fmaf(f->a, keep, add * kv);
+}
+static __device__ __forceinline__ void fold_in(struct fold *f, float kv, float g)
+{
+    const float d = g - f->m;
+    fold_sums(f, kv, d, dev_exp(-fabsf(d)));
     f->m = d > 0 ? g : f->m;
 }
 
@@ -461,7 +512,9 @@ static inline struct compress compress_of(const struct kern_compress *p, const s
     a.index = p->index;
     a.eps = p->eps;
     a.act = p->act;
-    a.look = !is_chunk(b) ? 1 : a.k.y.ratio < MAX_LOOK ? a.k.y.ratio : MAX_LOOK;
+    /* Long sequences: a block has one group; short ones begin tasks of their own. */
+    const int32_t most = b.T >= 64 * b.n_seqs ? MAX_LOOK : MAX_LOOK / 4;
+    a.look = !is_chunk(b) ? 1 : a.k.y.ratio < most ? a.k.y.ratio : most;
     a.row_floats = (a.e + 3) / 4 * 4 + a.k.rd + (a.index ? (a.e + 3) / 4 * 4 : 0);
     a.row_floats = (a.row_floats + 3) / 4 * 4;
     a.fast = a.act == KERN_BF16 && a.k.rd == ENTRY_ROPE && cuda_aligned16(p->norm.data) &&

@@ -1,6 +1,6 @@
-/* kernels/kvpack/entry.cuh - a pooled row to a stored entry by one warp, in registers: for the deployed
- * widths and fp8. With the bits of row.cuh and kv_store.cuh, which serve every other shape; only sums of
- * squares go through shared memory, for their order.
+/* kernels/kvpack/entry.cuh - a pooled row to a stored entry by one warp, in registers: for the
+ * deployed widths and fp8. With the bits of row.cuh and kv_store.cuh, which serve every other
+ * shape; only sums of squares go through shared memory, for their order.
  */
 #ifndef KERN_KVPACK_ENTRY_CUH
 #define KERN_KVPACK_ENTRY_CUH
@@ -28,8 +28,8 @@ static __device__ __forceinline__ void entry_norm4(const struct kern_vec &w, int
 #pragma unroll
     for (int k = 0; k < 4; k++) v[k] = kern_bf16_round(f[k] * (v[k] * rs));
 }
-/* Rotates two pairs that begin with pair `i` of the rotated end; lane l has the angle of pair l. Every lane
- * calls it. */
+/* Rotates two pairs that begin with pair `i` of the rotated end; lane l has the angle of pair l.
+ * Every lane calls it. */
 static __device__ __forceinline__ void entry_rotate4(float cos, float sin, int i, bool rotated,
                                                      float v[4])
 {
@@ -59,7 +59,8 @@ static __device__ __forceinline__ uint8_t entry_codes(const float v[N], uint8_t 
         code[k] = (uint8_t)__nv_cvt_float_to_fp8(v[k] * inv, __NV_SATFINITE, __NV_E4M3);
     return c;
 }
-/* Quantized as activations are, and then as they are stored: the scale of the second may be smaller. */
+/* Quantized as activations are, and then as they are stored: the scale of the second may be
+ * smaller. */
 template <int N, int LANES>
 static __device__ __forceinline__ uint8_t entry_stored(float v[N], uint8_t code[N])
 {
