@@ -144,7 +144,7 @@ static __device__ __forceinline__ void own_squares(const struct cuda_product &p,
             dev_load4(x, KERN_BF16, t * p.ld_x + k + 4, k + 4, p.K, p.by_fours, v + 4);
 #pragma unroll
             for (int e = 0; e < 8; e++) s = fmaf(v[e], v[e], s);
-            s = dev_warp_sum(s);
+            s = dev_pieces_sum(s);
         }
         if (lane == 0) squares[i] = s;
     }
