@@ -322,6 +322,7 @@ void kern_ik_load(enum kern_ik_fmt fmt, const void *part, int64_t n, int64_t i, 
     case KERN_IK_FP8: {
         float s;
         memcpy(&s, p + n * w + i * 4, 4);
+        s = kern_f32_scale(s);
         for (int32_t j = 0; j < w; j++) x[j] = kern_e4m3_decode(p[i * w + j]) * s;
         break;
     }

@@ -101,6 +101,12 @@ KERN_FN float kern_ue8m0_inverse(uint8_t b)
     return kern_ue8m0_decode((uint8_t)(254 - b));
 }
 
+/* A stored f32 scale. An infinite one is none: what it scales is not a number. */
+KERN_FN float kern_f32_scale(float s)
+{
+    return s - s == 0.0f ? s : kern_float(0x7fc00000u);
+}
+
 /* Code of the smallest power of two >= x, for x >= 0: exponent, plus one if any mantissa bit is
  * set. Kept within 0 .. 254, so that an infinite maximum saturates instead of turning a block into
  * NaN. */

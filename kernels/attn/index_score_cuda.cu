@@ -1,13 +1,13 @@
-/* kernels/attn/index_score_cuda.cu - scores of index entries, keys against the heads of a row on the
- * matrix unit.
+/* kernels/attn/index_score_cuda.cu - scores of index entries, keys against the heads of a row on
+ * the matrix unit.
  *
- * For devices and shapes that index_score_wgmma_cuda.cu is not for. Blocks are of four rows in prefill,
- * of one in decode, tiles of 128 entries. A tile: codes are widened to bf16 in shared memory, keys stand
- * on the M side and heads on the N side; so a thread has sixteen of 64 heads of a key, adds up their
- * weighted positive parts, and two shuffles finish the key. In prefill a warp keeps 32 keys in registers
- * while rows pass by; in decode it keeps half of the row's heads while keys pass by, two warps' halves
- * are added, and the next tile's codes are on their way meanwhile. A key's scale (fp8) multiplies the
- * finished sum.
+ * For devices and shapes that index_score_wgmma_cuda.cu is not for. Blocks are of four rows in
+ * prefill, of one in decode, tiles of 128 entries. A tile: codes are widened to bf16 in shared
+ * memory, keys stand on the M side and heads on the N side; so a thread has sixteen of 64 heads of
+ * a key, adds up their weighted positive parts, and two shuffles finish the key. In prefill a warp
+ * keeps 32 keys in registers while rows pass by; in decode it keeps half of the row's heads while
+ * keys pass by, two warps' halves are added, and the next tile's codes are on their way meanwhile.
+ * A key's scale (fp8) multiplies the finished sum.
  *
  * The order of a score's sum depends on the width and the number of heads alone: each half of the
  * heads by threads of a quad, ascending in a thread, then the quad, then the halves.
@@ -91,7 +91,7 @@ template <int KS, int FMT> struct codes {
                 keys[at::at(key, piece)] = raw[i];
             }
         }
-        if (FMT == KERN_IK_FP8 && threadIdx.x < TILE) scales[threadIdx.x] = scale;
+        if (FMT == KERN_IK_FP8 && threadIdx.x < TILE) scales[threadIdx.x] = kern_f32_scale(scale);
     }
 };
 
@@ -129,7 +129,8 @@ static __device__ __forceinline__ float quad_sum(float v)
     return v + __shfl_xor_sync(~0u, v, 2);
 }
 
-/* A tile against one of the block's rows: a warp has 32 keys in registers, and all heads in turn. */
+/* A tile against one of the block's rows: a warp has 32 keys in registers, and all heads
+ * in turn. */
 template <int KS>
 static __device__ __forceinline__ void score_row(const uint4 *q, const float *wt, int32_t heads,
                                                  const uint32_t (&a)[2][KS][4], float (&out)[2][2])
@@ -379,7 +380,8 @@ static void launch(struct kern_stream *s, const struct index_score *p)
 template <int KS, int FMT>
 static void launch_rows(struct kern_stream *s, const struct index_score *p)
 {
-    /* Rows of one sequence share its keys; where most have a sequence to themselves, one at a time. */
+    /* Rows of one sequence share its keys; where most have a sequence to themselves, one at
+     * a time. */
     if (p->n_rows > 2 * p->b.n_seqs)
         launch<KS, FMT, 4>(s, p);
     else

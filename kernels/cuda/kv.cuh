@@ -64,7 +64,9 @@ dev_ik_at(enum kern_ik_fmt fmt, int32_t w, const uint8_t *part, int64_t n, int64
         return dev_e2m1_decode(c & 1 ? b >> 4 : b & 15) *
                kern_ue8m0_decode(part[n * (w / 2) + i * (w / 32) + c / 32]);
     }
-    case KERN_IK_FP8: return dev_e4m3_decode(part[i * w + c]) * ((const float *)(part + n * w))[i];
+    case KERN_IK_FP8:
+        return dev_e4m3_decode(part[i * w + c]) *
+               kern_f32_scale(((const float *)(part + n * w))[i]);
     case KERN_IK_BF16: return kern_bf16_decode(((const uint16_t *)part)[i * w + c]);
     default: return ((const float *)part)[i * w + c];
     }

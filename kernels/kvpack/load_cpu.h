@@ -48,7 +48,7 @@ static inline __attribute__((unused)) void kern_ik_row(enum kern_ik_fmt fmt, con
     case KERN_IK_FP8:
         memcpy(&s, part + n * w + i * 4, 4);
         for (int32_t k = 0; k < w; k += 16)
-            v_store(out + k, v_mul(v_load_e4m3(part + i * w + k), v_set1(s)));
+            v_store(out + k, v_mul(v_load_e4m3(part + i * w + k), v_set1(kern_f32_scale(s))));
         break;
     case KERN_IK_BF16: kern_row_load(part + i * w * 2, KERN_BF16, w, out); break;
     case KERN_IK_F32: kern_row_load(part + i * w * 4, KERN_F32, w, out); break;

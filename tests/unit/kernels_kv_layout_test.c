@@ -4,6 +4,7 @@
 #include "common/base/err.h"
 #include "kernels/kv_layout.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -259,6 +260,24 @@ static void test_kv_layout__quantized_rows_come_back_unchanged(void **state)
     }
 }
 
+static void test_kv_layout__an_infinite_scale_makes_its_key_nan(void **state)
+{
+    enum { N = 3, D = 64 };
+    uint8_t part[N * (D + 4)];
+    float x[D], y[D];
+    (void)state;
+    for (int c = 0; c < D; c++) x[c] = c % 3 ? (float)c : 0;
+    for (int i = 0; i < N; i++) {
+        const float scale = i == 0 ? INFINITY : -INFINITY;
+        kern_ik_store(KERN_IK_FP8, part, N, i, x, D);
+        if (i < 2) memcpy(part + N * D + i * 4, &scale, 4);
+    }
+    for (int i = 0; i < N; i++) {
+        kern_ik_load(KERN_IK_FP8, part, N, i, y, D);
+        for (int c = 0; c < D; c++) assert_int_equal(isnan(y[c]) != 0, i < 2);
+    }
+}
+
 int main(void)
 {
     const struct CMUnitTest tests[] = {
@@ -269,6 +288,7 @@ int main(void)
         cmocka_unit_test(test_kv_layout__page_tokens_follow_the_ratios),
         cmocka_unit_test(test_kv_layout__no_compression_is_one_part),
         cmocka_unit_test(test_kv_layout__bad_fields_are_named),
-        cmocka_unit_test(test_kv_layout__quantized_rows_come_back_unchanged)};
+        cmocka_unit_test(test_kv_layout__quantized_rows_come_back_unchanged),
+        cmocka_unit_test(test_kv_layout__an_infinite_scale_makes_its_key_nan)};
     return cmocka_run_group_tests_name("kernels/kv_layout", tests, NULL, NULL);
 }
