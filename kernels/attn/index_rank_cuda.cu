@@ -1,8 +1,9 @@
 /* kernels/attn/index_rank_cuda.cu - where entries stand among all that a row sees.
  *
- * Scores are those given, or the row's own by keys of any type, made by the kernels that select. A CTA
- * an entry counts what goes before it and what equals it; one more finds the border of the selection.
- * Counts are integers: their order of adding up does not matter. Made for captures, not for speed.
+ * Scores are those given, or the row's own by keys of any type, made by the kernels that select. A
+ * CTA an entry counts what goes before it and what equals it; one more finds the border of the
+ * selection. Counts are integers: their order of adding up does not matter. Made for captures, not
+ * for speed.
  */
 #include "kernels/attn/index_score.cuh"
 #include "kernels/attn/topk.cuh"

@@ -1,8 +1,9 @@
 /* kernels/attn/index_score.cuh - scores of all that rows of a batch see; for selection and ranks.
  *
- * Work     A list of tiles: for each block of R rows (of one sequence: a segment) runs of TILE entries. Every
- *          CTA of a fixed grid adds up how many there are, takes an equal and contiguous share, and
- *          walks it; lengths are read on the device and no CTA has more than one tile above another.
+ * Work     A list of tiles: for each block of R rows (of one sequence: a segment) runs of TILE
+ *          entries. Every CTA of a fixed grid adds up how many there are, takes an equal and
+ *          contiguous share, and walks it; lengths are read on the device and no CTA has more than
+ *          one tile above another.
  */
 #ifndef KERN_ATTN_INDEX_SCORE_CUH
 #define KERN_ATTN_INDEX_SCORE_CUH
@@ -34,8 +35,8 @@ struct index_score {
 
 void index_score_launch(struct kern_stream *s, const struct index_score *p);
 
-/* By whole warpgroups, on a device that has them; false: not for this shape. It depends on the model's
- * sizes, never on the batch: other kernels add up in another order. */
+/* By whole warpgroups, on a device that has them; false: not for this shape. It depends on the
+ * model's sizes, never on the batch: other kernels add up in another order. */
 bool index_score_wgmma(struct kern_stream *s, const struct index_score *p);
 
 /* Entries that row t of sequence q sees. */

@@ -1,24 +1,31 @@
-/* kernels/attn/index_score_wgmma_cuda.cu - scores of index entries on Hopper: 64 keys on the M side of a
- * warpgroup's products, the 64 heads of one query or two on the N side.
+/* kernels/attn/index_score_wgmma_cuda.cu - scores of index entries on Hopper: 64 keys on the M side
+ * of a warpgroup's products, the 64 heads of one query or two on the N side.
  *
- * The list of tiles is index_score.cuh's, of 64 entries; R rows are a block: one where each has a sequence
- * to itself, else four. A block's queries stand in shared memory, and so does a ring of tiles, some ahead of
- * use. Tiles go to the CTA's warpgroups in turn. A group widens its tile's codes on the way to the registers
- * of operand a, once for all queries of the block, multiplies when it is its turn, fills the tile's place in
- * the ring again and adds up the heads while the others multiply. Without turns all groups multiply at once
- * and then all add up (a tenth slower); two sets of sums in a group, to multiply ahead, gained nothing.
- * fp8 codes become f16 (one instruction for two), for which queries are scaled, head by head, by a power of two
- * that the head's weight takes back: exact for queries of fp8, for others with what is 2^-30 of a head's
- * largest. fp4 codes become bf16, bf16 keys stay. Where products of fp8 codes are allowed
- * (cuda_fp8_products) fp8 keys multiply as they are. So that sixteen bytes are what one thread multiplies,
- * k is dealt to slots in an order of the format (see `widen`); queries are stored in the same order.
- * A thread has sixteen of 64 heads of two keys: it adds their weighted positive parts in ascending order,
- * then its quad's four. A key's scale (fp8) multiplies the finished sum. Nothing in this order knows R.
+ * The list of tiles is index_score.cuh's, of 64 entries; R rows are a block: one where each has a
+ * sequence to itself, else four. A block's queries stand in shared memory, and so does a ring of
+ * tiles, some ahead of use, that the copy engine fills. Tiles go to the CTA's warpgroups in turn: a
+ * group multiplies when it is its turn, adds up the heads while the others multiply, and finishes
+ * and stores a product's scores (exchanges between lanes, each waiting for the last) while its next
+ * product is under way. Without turns all groups multiply at once and then all add up (a tenth
+ * slower).
+ *
+ * Keys that multiply as they lie (bf16; fp8 where products of codes are allowed, cuda_fp8_products)
+ * are read by the matrix unit itself. Others are widened on the way to the registers of operand a,
+ * once for all queries of the block: fp8 codes become f16 (one instruction for two), for which
+ * queries are scaled, head by head, by a power of two that the head's weight takes back: exact for
+ * queries of fp8, for others with what is 2^-30 of a head's largest. fp4 codes become bf16. So that
+ * sixteen bytes are what one thread widens, k is dealt to slots in an order of the format (see
+ * `widen`); queries are stored in the same order.
+ *
+ * A thread has sixteen of 64 heads of two keys: it adds their weighted positive parts in ascending
+ * order, then its quad's four. A key's scale (fp8) multiplies the finished sum. Nothing in this
+ * order knows R.
  * Bound: decode by reading keys (68, 132 or 256 bytes an entry), prefill by the matrix unit.
  */
 #include "kernels/attn/index_score.cuh"
 #include "kernels/attn/widen.cuh"
 #include "kernels/cuda/mma.cuh"
+#include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
 extern "C" {
@@ -37,51 +44,38 @@ enum product { MUL_BF16, MUL_F16, MUL_CODES };
 
 template <int FMT, bool CODES> struct keys {
     static constexpr enum product MUL = FMT != KERN_IK_FP8 ? MUL_BF16 : CODES ? MUL_CODES : MUL_F16;
+    static constexpr bool WIDEN = FMT == KERN_IK_FP4 || MUL == MUL_F16;
     static constexpr int KS = MUL == MUL_CODES ? W / 32 : W / 16; /* instructions along a key */
     static constexpr int QUERY = MUL == MUL_CODES ? W : 2 * W;    /* bytes of a head */
     static constexpr int ROW = FMT == KERN_IK_FP4 ? W / 2 : FMT == KERN_IK_FP8 ? W : 2 * W;
-    static constexpr int SCALES = FMT == KERN_IK_BF16 ? 0 : TILE * 4;
-    static constexpr int BYTES = TILE * ROW + SCALES; /* of a tile */
+    /* Of a tile: bf16 keys lie in two halves of 64 values, each as fp8's rows of 128 bytes; scales
+     * apart. */
+    static constexpr int KEYS = TILE * ROW, SCALES = FMT == KERN_IK_BF16 ? 0 : TILE * 4;
+    static constexpr int BYTES = KEYS + SCALES;
 };
 template <int FMT, bool CODES, int R> struct plan {
     using k = keys<FMT, CODES>;
-    static constexpr int GROUPS = R == 1 ? 4 : 3; /* as many as have the registers */
+    static constexpr int GROUPS = R == 1 || CODES ? 4 : 3; /* as many as have the registers */
     static constexpr int THREADS = GROUP * GROUPS;
+    /* The last instructions of a product, during which the next one's turn begins. */
+    static constexpr int TAIL = R == 1 ? 0 : CODES ? 1 : 2;
     static constexpr int N = R == 1 ? HEADS : 2 * HEADS; /* columns of a product */
     static constexpr int HALF = N * 128;                 /* bytes: N heads' rows of 128 */
-    /* Tiles under way, a power of two: about 100 KiB, several times what a multiprocessor's share of the
-     * bandwidth needs. */
-    static constexpr int STAGES = R == 1 && FMT != KERN_IK_BF16 ? 16 : 8;
-    /* Shared memory. */
+    /* Tiles under way, a power of two: about 100 KiB, several times what a multiprocessor's share
+     * of the bandwidth needs. */
+    static constexpr int STAGES = FMT == KERN_IK_BF16 ? 8 : 16;
+    static constexpr int EACH = (STAGES + GROUPS - 1) / GROUPS; /* of a group */
+    /* Shared memory; queries and keys from multiples of 1024 on. */
     static constexpr int RING = R * HEADS * k::QUERY;
-    static constexpr int WEIGHTS = RING + STAGES * k::BYTES;
+    static constexpr int SCALES = RING + STAGES * k::KEYS;
+    static constexpr int WEIGHTS = SCALES + STAGES * k::SCALES;
     static constexpr int BYTES = WEIGHTS + R * 4 * WEIGHTS_LD * 4;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-static __device__ __forceinline__ void ring_init(uint64_t *full)
-{
-    asm volatile(
-        "mbarrier.init.shared.b64 [%0], %1;" ::"r"((uint32_t)__cvta_generic_to_shared(full)),
-        "n"((int)GROUP)
-        : "memory");
-}
-/* This thread's copies so far have arrived, once they have. */
-static __device__ __forceinline__ void ring_copied(uint64_t *full)
-{
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(
-                     (uint32_t)__cvta_generic_to_shared(full))
-                 : "memory");
-}
-static __device__ __forceinline__ void ring_wait(uint64_t *full, uint32_t parity)
-{
-    asm volatile("{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; "
-                 "@!p bra again; }" ::"r"((uint32_t)__cvta_generic_to_shared(full)),
-                 "r"(parity)
-                 : "memory");
-}
-/* The turn to multiply goes round the warpgroups: barrier 1 + g is passed by group g and the one before. */
+/* The turn to multiply goes round the warpgroups: barrier 1 + g is passed by group g and the one
+ * before. */
 template <int GROUPS> static __device__ __forceinline__ void turn_wait(int group)
 {
     asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"(2 * (int)GROUP) : "memory");
@@ -93,52 +87,49 @@ template <int GROUPS> static __device__ __forceinline__ void turn_pass(int group
                  : "memory");
 }
 
-/* Where a sequence's tiles come from; places are this thread's of a warpgroup. */
-template <int FMT, bool CODES> struct key_source {
+/* Where a sequence's tiles come from. */
+template <int FMT, bool CODES, int R> struct key_source {
     using k = keys<FMT, CODES>;
-    static constexpr int PER = k::ROW / 16;
-    const uint8_t *codes, *scales; /* in page 0 */
+    using l = plan<FMT, CODES, R>;
+    const CUtensorMap *map;
+    const uint8_t *part; /* in page 0 */
+    int64_t page_bytes;
     const uint32_t *ids;
-    uint32_t page_bytes, page_step, shift; /* a page has 1 << shift tiles */
-    uint32_t place;                        /* in a stage of the ring */
+    uint32_t page_step, shift; /* a page has 1 << shift tiles */
+    uint32_t scales;           /* behind a page's keys */
 
-    __device__ __forceinline__ void init(const struct index_score &p, uint32_t tiles_shift)
-    {
-        const int i = threadIdx.x % GROUP, swap = FMT == KERN_IK_FP4 ? 0 : (i / PER & 1) * 4;
-        place = (uint32_t)(i / PER * k::ROW + (i % PER ^ swap) * 16); /* see read_piece */
-        codes = p.kv.pages + p.key_off + i * 16;
-        scales = codes + (int64_t)p.kv.y.per_page * k::ROW;
-        page_bytes = (uint32_t)p.kv.page_bytes;
-        shift = tiles_shift;
-    }
     __device__ __forceinline__ uint32_t page_of(int32_t tile) const
     {
         return __ldg(ids + ((uint32_t)tile >> shift) * page_step);
     }
-    /* Starts the copy of a tile, of page `id`. All threads of a warpgroup call it. */
-    __device__ __forceinline__ void fill(uint8_t *stage, uint64_t *full, int32_t tile,
-                                         uint32_t id) const
+    /* Starts the copies of a tile, of page `id`. One thread calls it. */
+    __device__ __forceinline__ void fill(uint8_t *shared, uint32_t stage, uint64_t *full,
+                                         int32_t tile, uint32_t id) const
     {
-        const uint64_t page = (uint64_t)id * page_bytes;
         const uint32_t row = ((uint32_t)tile & ((1u << shift) - 1)) * TILE;
-        const uint8_t *from = codes + page + row * k::ROW;
+        const uint8_t *from = part + id * page_bytes;
+        uint8_t *to = shared + l::RING + stage * k::KEYS;
+        bar_expect(full, k::BYTES);
+        if constexpr (FMT == KERN_IK_FP4) {
+            bulk_load(to, from + row * k::ROW, k::KEYS, full);
+        } else {
 #pragma unroll
-        for (int i = 0; i < TILE * k::ROW; i += GROUP * 16)
-            dev_copy16(stage + place + i, from + i, true);
-        if (k::SCALES && threadIdx.x % GROUP < k::SCALES / 16)
-            dev_copy16(stage + TILE * k::ROW + threadIdx.x % GROUP * 16, scales + page + row * 4,
-                       true);
-        ring_copied(full);
+            for (int half = 0; half < k::ROW / 128; half++)
+                stack_load(to + half * (TILE * 128), map, full, half * 128, (int32_t)row,
+                           (int32_t)id);
+        }
+        if (k::SCALES)
+            bulk_load(shared + l::SCALES + stage * k::SCALES, from + scales + row * 4, k::SCALES,
+                      full);
     }
 };
 
-/* Piece of sixteen bytes of a key: odd rows have theirs four further on, modulo eight, so that two rows'
- * pieces 0 to 3 lie in different banks. (Rows of 64 bytes do.) */
-template <int FMT, bool CODES>
-static __device__ __forceinline__ uint4 read_piece(const uint8_t *stage, int row, int piece)
+/* Which of a warp's sixteen keys is row g (0 to 7, and 8 behind) of its products: two neighbouring
+ * rows' first or last four pieces must lie in different banks where threads read them in the copy
+ * engine's order. */
+template <int FMT, bool CODES> static __device__ __forceinline__ int key_of_row(int g)
 {
-    const int swap = FMT == KERN_IK_FP4 ? 0 : (row & 1) * 4;
-    return *(const uint4 *)(stage + row * keys<FMT, CODES>::ROW + (piece ^ swap) * 16);
+    return keys<FMT, CODES>::MUL == MUL_F16 ? g / 2 + g % 2 * 4 : g;
 }
 static __device__ __forceinline__ void e4m3x4_f16(uint32_t codes, uint32_t *lo, uint32_t *hi)
 {
@@ -148,37 +139,33 @@ static __device__ __forceinline__ void e4m3x4_f16(uint32_t codes, uint32_t *lo, 
         : "r"(codes));
 }
 
-/* Operand a of a warp's 16 keys. Slots: of a thread c of a quad, of 16-bit types the lower ones are 2 c, 2 c +
- * 1, the upper ones 8 behind; of codes the four from 4 c on, and 16 behind.
- *   fp8, f16    instruction 4 h + i: codes 64 h + 16 c + 4 i + {0, 1} in the lower slots, {2, 3} in the upper
- *   fp8, codes  instruction i: codes 16 c + 4 i + {0, 1, 2, 3}, and 64 further on
- *   fp4         instruction 2 i + u: codes 32 c + 8 i + 2 u + {0, 4}, and {1, 5}
- *   bf16        instruction 2 m + u: values 32 m + 8 c + 4 u + {0, 1}, and {2, 3} */
+/* Operand a of a warp's 16 keys. Slots: of a thread c of a quad, the lower ones are 2 c, 2 c + 1,
+ * the upper ones 8 behind.
+ *   fp8    instruction 4 h + i: codes 64 h + 16 c + 4 i + {0, 1} in the lower slots, {2, 3} in the
+ *          upper ones
+ *   fp4    instruction 2 i + u: codes 32 c + 8 i + 2 u + {0, 4}, and {1, 5} */
 template <int FMT, bool CODES>
-static __device__ __forceinline__ void widen(const uint8_t *stage,
+static __device__ __forceinline__ void widen(const uint8_t *codes, const uint8_t *scales,
                                              uint32_t (&a)[keys<FMT, CODES>::KS][4])
 {
     using k = keys<FMT, CODES>;
     const int lane = threadIdx.x % 32, c = lane % 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int row = threadIdx.x % GROUP / 32 * 16 + lane / 4 + 8 * r;
+        const int row = threadIdx.x % GROUP / 32 * 16 + key_of_row<FMT, CODES>(lane / 4) + 8 * r;
         if constexpr (FMT == KERN_IK_FP8) {
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const uint4 v = read_piece<FMT, CODES>(stage, row, c + 4 * h);
+                const uint4 v =
+                    *(const uint4 *)(codes + row * k::ROW + ((c + 4 * h) ^ (row & 7)) * 16);
                 const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    if constexpr (k::MUL == MUL_CODES)
-                        a[i][2 * h + r] = w[i];
-                    else
-                        e4m3x4_f16(w[i], &a[4 * h + i][r], &a[4 * h + i][2 + r]);
-                }
+                for (int i = 0; i < 4; i++)
+                    e4m3x4_f16(w[i], &a[4 * h + i][r], &a[4 * h + i][2 + r]);
             }
-        } else if constexpr (FMT == KERN_IK_FP4) {
-            const uint4 v = read_piece<FMT, CODES>(stage, row, c);
-            const uint32_t s = dev_ue8m0_bf16x2(stage[TILE * k::ROW + row * 4 + c]);
+        } else {
+            const uint4 v = *(const uint4 *)(codes + row * k::ROW + c * 16);
+            const uint32_t s = dev_ue8m0_bf16x2(scales[row * 4 + c]);
             const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -192,15 +179,6 @@ static __device__ __forceinline__ void widen(const uint8_t *stage,
                 for (int j = 0; j < 4; j++) /* 2^126 first: together they may be too much */
                     a[2 * i + j / 2][j % 2 * 2 + r] =
                         dev_mul_bf16x2(dev_mul_bf16x2(p[j], dev_twice(0x7e80)), s);
-            }
-        } else {
-#pragma unroll
-            for (int m = 0; m < 4; m++) {
-                const uint4 v = read_piece<FMT, CODES>(stage, row, c + 4 * m);
-                a[2 * m][r] = v.x;
-                a[2 * m][2 + r] = v.y;
-                a[2 * m + 1][r] = v.z;
-                a[2 * m + 1][2 + r] = v.w;
             }
         }
     }
@@ -234,7 +212,8 @@ static __device__ __forceinline__ uint32_t to_e4m3x4(uint32_t lo, uint32_t hi, f
     return r;
 }
 
-/* Queries of n rows from t on in the order of `widen`, and their weights thread by thread of a quad. */
+/* Queries of n rows from t on in the order of operand a, and their weights thread by thread of a
+ * quad. */
 template <int FMT, bool CODES, int R>
 static __device__ __forceinline__ void load_queries(const struct index_score &p, int32_t t,
                                                     int32_t n, uint8_t *q, float *weights)
@@ -242,35 +221,33 @@ static __device__ __forceinline__ void load_queries(const struct index_score &p,
     using k = keys<FMT, CODES>;
     using l = plan<FMT, CODES, R>;
     constexpr int PER = W / 8; /* pieces of a head; its threads are half a warp */
+#pragma unroll 4
     for (int x = threadIdx.x; x < n * HEADS * PER; x += l::THREADS) {
         const int piece = x % PER, r = x / PER / HEADS, h = x / PER % HEADS;
         const uint4 v = __ldg((const uint4 *)p.q + (int64_t)t * HEADS * PER + x);
-        /* A column of a product; where four bytes of instruction j for thread c of a quad belong. */
+        /* A column of a product; in it piece i of sixteen bytes of row `half`. */
         const int row = r % 2 * HEADS + h;
         uint8_t *at = q + r / 2 * (2 * HEADS * k::QUERY) + row * 128;
+        const auto place = [&](int half, int i) {
+            return at + half * l::HALF + (i ^ (row & 7)) * 16;
+        };
+        /* Where widened: the four bytes of instruction j for thread c of a quad. */
         const auto put = [&](int j, int upper, int c, uint32_t word) {
-            const int half = j / 4, pair = k::MUL == MUL_CODES ? j : j % 4;
-            *(uint32_t *)(at + half * l::HALF + ((pair * 2 + upper) ^ (row & 7)) * 16 + c * 4) =
-                word;
+            *(uint32_t *)(place(j / 4, j % 4 * 2 + upper) + c * 4) = word;
         };
         float weight = 1.0f;
-        if constexpr (k::MUL == MUL_BF16) {
-            if (FMT == KERN_IK_FP4) {
-                const int j = piece % 4 * 2, c = piece / 4;
-                put(j, 0, c, __byte_perm(v.x, v.z, 0x5410));
-                put(j, 1, c, __byte_perm(v.x, v.z, 0x7632));
-                put(j + 1, 0, c, __byte_perm(v.y, v.w, 0x5410));
-                put(j + 1, 1, c, __byte_perm(v.y, v.w, 0x7632));
-            } else {
-                const int j = piece / 4 * 2, c = piece % 4;
-                put(j, 0, c, v.x);
-                put(j, 1, c, v.y);
-                put(j + 1, 0, c, v.z);
-                put(j + 1, 1, c, v.w);
-            }
+        if constexpr (FMT == KERN_IK_BF16) {
+            *(uint4 *)place(piece / 8, piece % 8) = v;
+        } else if constexpr (FMT == KERN_IK_FP4) {
+            const int j = piece % 4 * 2, c = piece / 4;
+            put(j, 0, c, __byte_perm(v.x, v.z, 0x5410));
+            put(j, 1, c, __byte_perm(v.x, v.z, 0x7632));
+            put(j + 1, 0, c, __byte_perm(v.y, v.w, 0x5410));
+            put(j + 1, 1, c, __byte_perm(v.y, v.w, 0x7632));
         } else {
             /* The head's largest comes to [2^14, 2^15), or [2^7, 2^8): what it may at most without
-             * overflow. Exponents are bounded so that the weight takes them; beyond lies nothing real. */
+             * overflow. Exponents are bounded so that the weight takes them; beyond lies nothing
+             * real. */
             uint32_t top = __vmaxu2(__vmaxu2(v.x & 0x7fff7fffu, v.y & 0x7fff7fffu),
                                     __vmaxu2(v.z & 0x7fff7fffu, v.w & 0x7fff7fffu));
 #pragma unroll
@@ -279,15 +256,15 @@ static __device__ __forceinline__ void load_queries(const struct index_score &p,
             e = (e < -100 ? -100 : e > 100 ? 100 : e) - (k::MUL == MUL_CODES ? 7 : 14);
             const float s = power(-e);
             weight = power(e);
-            const int j = piece % 2 * 2, c = piece / 2 % 4, half = piece / 8;
             if constexpr (k::MUL == MUL_CODES) {
-                put(j, half, c, to_e4m3x4(v.x, v.y, s));
-                put(j + 1, half, c, to_e4m3x4(v.z, v.w, s));
+                *(uint2 *)(place(0, piece / 2) + piece % 2 * 8) =
+                    make_uint2(to_e4m3x4(v.x, v.y, s), to_e4m3x4(v.z, v.w, s));
             } else {
-                put(half * 4 + j, 0, c, to_f16x2(v.x, s));
-                put(half * 4 + j, 1, c, to_f16x2(v.y, s));
-                put(half * 4 + j + 1, 0, c, to_f16x2(v.z, s));
-                put(half * 4 + j + 1, 1, c, to_f16x2(v.w, s));
+                const int j = piece / 8 * 4 + piece % 2 * 2, c = piece / 2 % 4;
+                put(j, 0, c, to_f16x2(v.x, s));
+                put(j, 1, c, to_f16x2(v.y, s));
+                put(j + 1, 0, c, to_f16x2(v.z, s));
+                put(j + 1, 1, c, to_f16x2(v.w, s));
             }
         }
         if (piece == 0)
@@ -298,7 +275,7 @@ static __device__ __forceinline__ void load_queries(const struct index_score &p,
 }
 
 /* A thread's sixteen heads of two keys: weighted positive parts, heads ascending. */
-static __device__ __forceinline__ void add_heads(const float *acc, const float *w, float (&sum)[2])
+static __device__ __forceinline__ void add_heads(const float *acc, const float *w, float *sum)
 {
     sum[0] = sum[1] = 0.0f;
 #pragma unroll
@@ -315,41 +292,52 @@ static __device__ __forceinline__ void read_weights(const float *at, float (&w)[
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
     }
 }
-/* Sums over the quad; thread c has key c % 2. Of two pairs of keys, threads 2 and 3 have the second. */
+/* Sums over the quad of two keys of one query (s[2]) or two (s[4]). Thread c has key c % 2; of two
+ * queries threads 2 and 3 have the second. */
 static __device__ __forceinline__ float quad_sum(const float (&s)[2])
 {
     const bool odd = threadIdx.x & 1;
     const float v = (odd ? s[1] : s[0]) + __shfl_xor_sync(~0u, odd ? s[0] : s[1], 1);
     return v + __shfl_xor_sync(~0u, v, 2);
 }
-static __device__ __forceinline__ float quad_sum(const float (&s)[2], const float (&o)[2])
+static __device__ __forceinline__ float quad_sum(const float (&s)[4])
 {
     const bool odd = threadIdx.x & 1, second = threadIdx.x & 2;
     const float v = (odd ? s[1] : s[0]) + __shfl_xor_sync(~0u, odd ? s[0] : s[1], 1);
-    const float u = (odd ? o[1] : o[0]) + __shfl_xor_sync(~0u, odd ? o[0] : o[1], 1);
+    const float u = (odd ? s[3] : s[2]) + __shfl_xor_sync(~0u, odd ? s[2] : s[3], 1);
     return (second ? u : v) + __shfl_xor_sync(~0u, second ? v : u, 2);
 }
 
 template <int FMT, bool CODES, int R>
-static __device__ __forceinline__ void score_tiles(const struct index_score &p, uint32_t shift,
-                                                   uint8_t *shared)
+static __device__ __forceinline__ void
+score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift, uint8_t *shared)
 {
     using k = keys<FMT, CODES>;
     using l = plan<FMT, CODES, R>;
+    constexpr int STEPS = R == 1 ? 1 : R / 2, SUMS = R == 1 ? 2 : 4;
     __shared__ uint64_t full[l::STAGES];
-    __shared__ int32_t sees[R];
-    uint8_t *queries = shared, *ring = shared + l::RING;
     float *weights = (float *)(shared + l::WEIGHTS);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / GROUP;
-    const int c = lane % 4, mine = warp * 16 + lane / 4 + c % 2 * 8; /* key of the tile */
-    const uint64_t b = wgmma_rows(queries);
-    struct key_source<FMT, CODES> src;
-    src.init(p, shift);
-    if ((int)threadIdx.x < l::STAGES) ring_init(&full[threadIdx.x]);
-
+    /* The key of a tile, and of a product's queries the one, whose score this thread finishes. */
+    const int c = lane % 4, query = R == 1 ? 0 : c / 2;
+    const int mine = warp * 16 + key_of_row<FMT, CODES>(lane / 4) + c % 2 * 8;
+    /* Of a group, the one that starts copies: each on another of the four schedulers. */
+    const bool copies = warp == group && lane == 0;
+    const uint64_t b = wgmma_rows(shared);
+    struct key_source<FMT, CODES, R> src;
+    src.map = map;
+    src.part = p.kv.pages + p.key_off;
+    src.page_bytes = p.kv.page_bytes;
+    src.shift = shift;
+    src.scales = (uint32_t)p.kv.y.per_page * k::ROW;
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < l::STAGES; i++) bar_init(&full[i], 1);
+        bar_init_done();
+    }
     const struct share sh = find_share<TILE, l::THREADS>(p, R);
     int32_t left = sh.tiles, skip = sh.tile;
     uint32_t before = 0; /* tiles of earlier segments */
+    cuda_await();
     if (group == l::GROUPS - 1) turn_pass<l::GROUPS>(group);
     for (int32_t block = sh.block; left > 0; block++) {
         const int32_t end = block_end(p, block, R);
@@ -365,94 +353,129 @@ static __device__ __forceinline__ void score_tiles(const struct index_score &p, 
             skip = 0;
             src.ids = g.q.page_ids + p.companion;
             src.page_step = (uint32_t)g.q.page_step;
-            constexpr int EACH = (l::STAGES + l::GROUPS - 1) / l::GROUPS;
-            uint32_t ids[EACH], id = 0;
-#pragma unroll
-            for (int i = 0; i < EACH; i++)
-                if (group + i * l::GROUPS < n) ids[i] = src.page_of(first + group + i * l::GROUPS);
-#pragma unroll
-            for (int i = 0; i < EACH; i++) {
-                const int32_t x = group + i * l::GROUPS;
+            if (warp == group && lane < l::EACH) {
+                const int32_t x = group + lane * l::GROUPS;
                 const uint32_t stage = (before + (uint32_t)x) % l::STAGES;
                 if (x < l::STAGES && x < n)
-                    src.fill(ring + stage * k::BYTES, &full[stage], first + x, ids[i]);
+                    src.fill(shared, stage, &full[stage], first + x, src.page_of(first + x));
             }
-            load_queries<FMT, CODES, R>(p, t, g.n, queries, weights);
-            if (threadIdx.x < R && (int)threadIdx.x < g.n)
-                sees[threadIdx.x] = dev_visible(p.kv, g.q, t + (int)threadIdx.x);
+            load_queries<FMT, CODES, R>(p, t, g.n, shared, weights);
             wgmma_shared();
             __syncthreads();
             float own[16]; /* R == 1 */
             if (R == 1) read_weights(weights + c * WEIGHTS_LD, own);
-            float *out = p.out + (int64_t)(t - p.row0 + c / 2) * p.ld + first * TILE + mine;
-            float *best = p.best + (int64_t)(t - p.row0 + c / 2) * (p.ld / INDEX_RUN) +
-                          first * (TILE / INDEX_RUN) + warp;
             const int steps = R == 1 ? 1 : (g.n + 1) / 2;
-            if (group + l::STAGES < n) id = src.page_of(first + group + l::STAGES);
-            /* All take as many turns; who has no tile left takes the last once more and stores nothing. */
-            for (int32_t x = group; x < n + group; x += l::GROUPS) {
-                const uint32_t at = before + (uint32_t)(x < n ? x : n - 1), stage = at % l::STAGES;
-                uint8_t *tile = ring + stage * k::BYTES;
-                uint32_t a[k::KS][4];
-                ring_wait(&full[stage], at / l::STAGES & 1);
-                widen<FMT, CODES>(tile, a);
-                const float scale =
-                    FMT == KERN_IK_FP8 ? *(const float *)(tile + TILE * k::ROW + mine * 4) : 1.0f;
-#pragma unroll 1
-                for (int step = 0; step < steps; step++) {
-                    const int r = 2 * step;
-                    float acc[l::N / 2], v, sum[2];
-                    const uint64_t q = b + (uint64_t)(r * HEADS * k::QUERY >> 4);
+            /* Of each product: its first score's place, and how many of this segment's entries its
+             * query sees from this thread's key on, from its run on (one thread of a run). */
+            float *out = p.out + (int64_t)(t - p.row0 + query) * p.ld + first * TILE + mine;
+            float *best = p.best + (int64_t)(t - p.row0 + query) * (p.ld / INDEX_RUN) +
+                          first * (TILE / INDEX_RUN) + warp;
+            const int32_t ld = (int32_t)p.ld, last = 2 * (steps - 1); /* query */
+            int32_t sees[STEPS], runs[STEPS];
+#pragma unroll
+            for (int i = 0; i < STEPS; i++) {
+                const int32_t r = 2 * i + query;
+                const int32_t seen =
+                    r < g.n && query == c / 2 ? dev_visible(p.kv, g.q, t + r) - first * TILE : 0;
+                sees[i] = seen - mine;
+                runs[i] = p.best && lane < 4 && c % 2 == 0 ? seen - warp * INDEX_RUN : 0;
+            }
+            const int32_t last_sees = steps == STEPS ? sees[STEPS - 1] : sees[0];
+            const int32_t last_runs = steps == STEPS ? runs[STEPS - 1] : runs[0];
+            /* Scores of a product of tile x, queries from `row` on, from the sums over heads. */
+            const auto finish = [&](const float(&sum)[SUMS], float scale, int32_t x, int32_t row,
+                                    int32_t see, int32_t run) {
+                float v = quad_sum(sum);
+                if (FMT == KERN_IK_FP8) v *= scale;
+                const bool is = x * TILE < see;
+                if (is) out[row * ld + x * TILE] = v;
+                float m = is ? v : kern_float(0x7fc00000u);
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)); /* passes over NaN */
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
+                if (x * TILE < run) best[row * (ld / INDEX_RUN) + x * (TILE / INDEX_RUN)] = m;
+            };
+            uint32_t id = 0; /* page of the tile that takes the next one's place */
+            if (copies && group + l::STAGES < n) id = src.page_of(first + group + l::STAGES);
+            /* All have read tile x: the one that follows in its place may come. */
+            const auto refill = [&](int32_t x, uint32_t stage) {
+                if (!copies || x + l::STAGES >= n) return;
+                src.fill(shared, stage, &full[stage], first + x + l::STAGES, id);
+                if (x + l::GROUPS + l::STAGES < n)
+                    id = src.page_of(first + x + l::GROUPS + l::STAGES);
+            };
+            float sum[SUMS], scale = 1.0f;
+            int32_t x = group;
+            for (; x < n; x += l::GROUPS) {
+                const uint32_t at = before + (uint32_t)x, stage = at % l::STAGES;
+                const uint8_t *scales = shared + l::SCALES + stage * k::SCALES;
+                const float scale_before = scale;
+                uint32_t a[k::WIDEN ? k::KS : 1][4];
+                bar_wait(&full[stage], (int)(at / l::STAGES & 1));
+                if constexpr (k::WIDEN)
+                    widen<FMT, CODES>(shared + l::RING + stage * k::KEYS, scales, a);
+                if (FMT == KERN_IK_FP8) scale = kern_f32_scale(((const float *)scales)[mine]);
+#pragma unroll
+                for (int step = 0; step < STEPS; step++) {
+                    if (step >= steps) break;
+                    float acc[l::N / 2];
                     turn_wait<l::GROUPS>(group);
                     wgmma_fence();
 #pragma unroll
                     for (int j = 0; j < k::KS; j++) {
-                        const uint64_t bj = q + (uint64_t)(j / 4 * (l::HALF >> 4) + j % 4 * 2);
+                        const uint64_t bj = b + (uint64_t)((step * 2 * HEADS * k::QUERY >> 4) +
+                                                           j / 4 * (l::HALF >> 4) + j % 4 * 2);
+                        const uint64_t aj =
+                            b + (uint64_t)((l::RING >> 4) + j / 4 * (TILE * 128 >> 4) + j % 4 * 2) +
+                            stage * (k::KEYS >> 4);
                         if constexpr (k::MUL == MUL_CODES)
-                            wgmma_e4m3(acc, a[j], bj, j > 0);
+                            wgmma_e4m3(acc, aj, bj, j > 0);
                         else if constexpr (k::MUL == MUL_F16)
                             wgmma_f16(acc, a[j], bj, j > 0);
-                        else
+                        else if constexpr (k::WIDEN)
                             wgmma_bf16(acc, a[j], bj, j > 0);
+                        else
+                            wgmma_bf16(acc, aj, bj, j > 0);
+                        if (l::TAIL && j + 1 == k::KS - l::TAIL) wgmma_commit();
                     }
                     wgmma_commit();
+                    if (l::TAIL) wgmma_wait<1>();
                     turn_pass<l::GROUPS>(group);
-                    if (step == 0 && x + l::STAGES < n) { /* the turn's barrier: all have read it */
-                        src.fill(tile, &full[stage], first + x + l::STAGES, id);
-                        if (x + l::GROUPS + l::STAGES < n)
-                            id = src.page_of(first + x + l::GROUPS + l::STAGES);
+                    if (step == 0) {
+                        /* The turn's barrier: the group has read this tile, or multiplied
+                         * the last. */
+                        if (k::WIDEN)
+                            refill(x, stage);
+                        else if (x != group)
+                            refill(x - l::GROUPS, (stage - l::GROUPS) % l::STAGES);
+                        if (x != group)
+                            finish(sum, scale_before, x - l::GROUPS, last, last_sees, last_runs);
+                    } else if (p.n_rows > 0) { /* always: what is behind a branch stays there */
+                        finish(sum, scale, x, 2 * (step - 1), sees[step - 1], runs[step - 1]);
                     }
-                    wgmma_wait<0>();
-                    wgmma_pin(acc);
                     if constexpr (R == 1) {
+                        wgmma_wait<0>();
+                        wgmma_pin(acc);
                         add_heads(acc, own, sum);
-                        v = quad_sum(sum);
                     } else {
-                        float w[16], second[2];
-                        read_weights(weights + (r * 4 + c) * WEIGHTS_LD, w);
+                        float w[16];
+                        const float *of = weights + (step * 8 + c) * WEIGHTS_LD;
+                        read_weights(of, w);
+                        wgmma_wait<0>();
+                        wgmma_pin(acc);
                         add_heads(acc, w, sum);
-                        read_weights(weights + ((r + 1) * 4 + c) * WEIGHTS_LD, w);
-                        add_heads(acc + HEADS / 2, w, second);
-                        v = quad_sum(sum, second);
-                    }
-                    if (FMT == KERN_IK_FP8) v *= scale;
-                    const int row = r + c / 2; /* R == 1: threads 2 and 3 have nothing new */
-                    /* Entries that it sees, from this segment's first on. */
-                    const int32_t seen =
-                        row < g.n && x < n ? sees[row < R ? row : 0] - first * TILE : 0;
-                    const bool is = x * TILE + mine < seen;
-                    if (is) out[(int64_t)r * p.ld + x * TILE] = v;
-                    if (p.best) {
-                        float m = is ? v : kern_float(0x7fc00000u);
-                        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)); /* passes over NaN */
-                        m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
-                        m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
-                        m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
-                        if (lane < 4 && c % 2 == 0 && x * TILE + warp * INDEX_RUN < seen)
-                            best[(int64_t)r * (p.ld / INDEX_RUN) + x * (TILE / INDEX_RUN)] = m;
+                        read_weights(of + 4 * WEIGHTS_LD, w);
+                        add_heads(acc + HEADS / 2, w, sum + 2);
                     }
                 }
             }
+            if (x < n + group) /* all take as many turns */
+                for (int step = 0; step < steps; step++) {
+                    turn_wait<l::GROUPS>(group);
+                    turn_pass<l::GROUPS>(group);
+                }
+            if (x != group) finish(sum, scale, x - l::GROUPS, last, last_sees, last_runs);
             before += (uint32_t)n;
             __syncthreads(); /* the queries may go */
             t += g.n;
@@ -465,46 +488,56 @@ static __device__ __forceinline__ void score_tiles(const struct index_score &p, 
 
 template <int FMT, bool CODES, int R>
 static __global__ void __launch_bounds__(plan<FMT, CODES, R>::THREADS, 1)
-    score_kernel(const __grid_constant__ struct index_score p, uint32_t shift)
+    score_kernel(const __grid_constant__ struct index_score p,
+                 const __grid_constant__ CUtensorMap map, uint32_t shift)
 {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) uint8_t shared[];
-    score_tiles<FMT, CODES, R>(p, shift, shared);
+    cuda_hurry();
+    score_tiles<FMT, CODES, R>(p, &map, shift, shared);
 #endif
 }
 
 template <int FMT, bool CODES, int R>
-static void launch(struct kern_stream *s, const struct index_score *p, uint32_t shift)
+static void launch(struct kern_stream *s, const struct index_score *p, const CUtensorMap &map,
+                   uint32_t shift)
 {
     using l = plan<FMT, CODES, R>;
     static_assert(l::BYTES <= 226 * 1024, "shared memory of sm_90, less what is static");
     CUDA_SHARED((score_kernel<FMT, CODES, R>), l::BYTES);
-    score_kernel<FMT, CODES, R><<<(unsigned)s->n_sm, l::THREADS, l::BYTES, s->cu>>>(*p, shift);
+    cuda_launch_early(s, score_kernel<FMT, CODES, R>, dim3((unsigned)s->n_sm), l::THREADS, l::BYTES,
+                      *p, map, shift);
 }
 template <int FMT, bool CODES>
-static void launch_rows(struct kern_stream *s, const struct index_score *p, uint32_t shift)
+static bool launch_rows(struct kern_stream *s, const struct index_score *p, uint32_t shift)
 {
+    using k = keys<FMT, CODES>;
+    CUtensorMap map = {};
+    if (FMT != KERN_IK_FP4 &&
+        !cuda_stack_map(&map, p->kv.pages + p->key_off, p->kv.y.per_page, k::ROW, k::ROW, INT32_MAX,
+                        p->kv.page_bytes, TILE, TILE_BYTES)) /* as many pages as may be */
+        return false;
     /* Rows of one sequence share its keys. */
     if (p->n_rows >= 2 * p->b.n_seqs)
-        launch<FMT, CODES, ROWS>(s, p, shift);
+        launch<FMT, CODES, ROWS>(s, p, map, shift);
     else
-        launch<FMT, CODES, 1>(s, p, shift);
+        launch<FMT, CODES, 1>(s, p, map, shift);
+    return true;
 }
 
 bool index_score_wgmma(struct kern_stream *s, const struct index_score *p)
 {
     uint32_t shift = 0; /* of tiles in a page: a power of two, so that none straddles two */
     while (TILE << shift < p->kv.y.per_page) shift++;
-    if (s->arch != 90 || p->act != KERN_BF16 || p->fmt == KERN_IK_F32 || p->H != HEADS ||
-        p->kv.w != W || TILE << shift != p->kv.y.per_page || p->kv.page_bytes > UINT32_MAX)
+    if (s->arch != 90 || p->act != KERN_BF16 || p->H != HEADS || p->kv.w != W ||
+        TILE << shift != p->kv.y.per_page)
         return false;
-    if (p->fmt == KERN_IK_FP4) launch_rows<KERN_IK_FP4, false>(s, p, shift);
-    if (p->fmt == KERN_IK_BF16) launch_rows<KERN_IK_BF16, false>(s, p, shift);
-    if (p->fmt == KERN_IK_FP8) {
-        if (cuda_fp8_products)
-            launch_rows<KERN_IK_FP8, true>(s, p, shift);
-        else
-            launch_rows<KERN_IK_FP8, false>(s, p, shift);
+    switch (p->fmt) {
+    case KERN_IK_FP4: return launch_rows<KERN_IK_FP4, false>(s, p, shift);
+    case KERN_IK_BF16: return launch_rows<KERN_IK_BF16, false>(s, p, shift);
+    case KERN_IK_FP8:
+        return cuda_fp8_products ? launch_rows<KERN_IK_FP8, true>(s, p, shift)
+                                 : launch_rows<KERN_IK_FP8, false>(s, p, shift);
+    default: return false;
     }
-    return true;
 }

@@ -1,18 +1,20 @@
 /* kernels/attn/index_select_cuda.cu - scores what each row sees and keeps the best, ascending.
  *
- * Rows go in batches whose scores fit a budget: scored by index_score_launch, then one CTA a row keeps the
- * k highest; of equals the lower entry. A row that sees no more than it keeps needs no scores.
+ * Rows go in batches whose scores fit a budget: scored by index_score_launch, then one CTA a row
+ * keeps the k highest; of equals the lower entry. A row that sees no more than it keeps needs no
+ * scores.
  *
- * With the scores come the best of each run of sixteen. Runs are put together to some thousand units; the
- * k-th best of the units' bests is a bound that at least k scores reach, and on scores in no order few more
- * do (1.2 k where units are four k). Only runs that reach it are read, and what reaches it is put in
- * shared memory in order (`gather`), where the k-th highest is found exactly (`pick`). Short rows go there
- * whole. Should too much reach the bound (long runs of equals, or best ones side by side) the row is read
- * in several passes (`scan`); all ways give the same list.
+ * With the scores come the best of each run of sixteen. Runs are put together to some thousand
+ * units; the k-th best of the units' bests is a bound that at least k scores reach, and on scores
+ * in no order few more do (1.2 k where units are four k). Only runs that reach it are read, and
+ * what reaches it is put in shared memory in order (`gather`), where the k-th highest is found
+ * exactly (`pick`). Short rows go there whole. Should too much reach the bound (long runs of
+ * equals, or best ones side by side) the row is read in several passes (`scan`); all ways give the
+ * same list.
  *
- * Scratch has one size. As long as it holds all rows at their longest, each has an equal part of it, so
- * that the launches of a step of decode depend on T alone (a captured graph may be launched again at any
- * length); else rows go in batches, by the power of two that the longest fits in.
+ * Scratch has one size. As long as it holds all rows at their longest, each has an equal part of
+ * it, so that the launches of a step of decode depend on T alone (a captured graph may be launched
+ * again at any length); else rows go in batches, by the power of two that the longest fits in.
  */
 #include "kernels/attn/index_score.cuh"
 #include "kernels/attn/topk.cuh"
@@ -28,8 +30,8 @@ enum {
     MOST_RUNS = 32, /* of a thread: a bit each */
 };
 
-/* Dynamic shared memory for cap scores that reach the bound: their keys and entries; or for 2 cap keys. And
- * the runs that hold them. */
+/* Dynamic shared memory for cap scores that reach the bound: their keys and entries; or for 2 cap
+ * keys. And the runs that hold them. */
 static constexpr int room_bytes(int cap)
 {
     return cap * (int)(sizeof(uint32_t) + sizeof(int32_t) + sizeof(uint16_t));
@@ -123,7 +125,8 @@ template <int THREADS> static __device__ void load_all(const struct row &r, uint
     __syncthreads();
 }
 
-/* Keys and entries, ascending, of all scores that reach a bound which at least `want` do; -1: too many. */
+/* Keys and entries, ascending, of all scores that reach a bound which at least `want` do; -1: too
+ * many. */
 template <int THREADS>
 static __device__ int32_t gather(const struct row &r, int32_t want, int32_t cap, uint32_t *key,
                                  int32_t *index, uint16_t *runs, struct select_shared *sh,
@@ -207,8 +210,8 @@ static __device__ int32_t gather(const struct row &r, int32_t want, int32_t cap,
     return m;
 }
 
-/* Any row, in passes over device memory. Places come from prefix sums over runs of scores, so the list is
- * ascending by construction. */
+/* Any row, in passes over device memory. Places come from prefix sums over runs of scores, so the
+ * list is ascending by construction. */
 template <int THREADS> static __device__ void scan(const struct row &r, struct select_shared *sh)
 {
     int32_t equal;
@@ -262,6 +265,7 @@ static __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) uint32_t room[];
     __shared__ struct select_shared sh;
     const int32_t t = sc.row0 + blockIdx.x, i = sc.b.row_seq[t];
+    cuda_hurry();
     if (i < 0) return;
     const struct cuda_seq q = sc.b.seqs[i];
     struct row r;
@@ -273,6 +277,7 @@ static __global__ void __launch_bounds__(THREADS)
     r.out = p.selected + (int64_t)t * p.sel_ld;
     r.margin = p.margin;
     const int32_t kept = r.n < r.topk ? r.n : r.topk;
+    cuda_await();
 
     if (r.n <= r.topk) {
         for (int32_t e = threadIdx.x; e < r.n; e += THREADS) r.out[e] = e;
@@ -319,8 +324,8 @@ static void launch(struct kern_stream *s, const struct kern_index_select *p,
                    const struct index_score *sc, const int32_t *score_rows, int32_t cap)
 {
     CUDA_SHARED(select_kernel<THREADS>, room_bytes(CAP_MOST));
-    select_kernel<THREADS>
-        <<<(unsigned)sc->n_rows, THREADS, room_bytes(cap), s->cu>>>(*p, *sc, score_rows, cap);
+    cuda_launch_early(s, select_kernel<THREADS>, dim3((unsigned)sc->n_rows), THREADS,
+                      room_bytes(cap), *p, *sc, score_rows, cap);
 }
 
 extern "C" int kern_index_select_cuda(struct kern_stream *s, const struct kern_index_select *p)

@@ -1,9 +1,9 @@
 /* kernels/attn/topk.cuh - the k-th highest of many floats, exactly, by one block of threads.
  *
- * Floats become integers of the same order. Of a row in device memory three rounds count digits of 11, 11
- * and 10 bits in shared memory, each among those that agree in the digits before. Of a few thousand keys
- * in shared memory the threshold is found by digits of 8 bits. Counts are exact and so is the result,
- * whatever the values and however many are equal.
+ * Floats become integers of the same order. Of a row in device memory three rounds count digits of
+ * 11, 11 and 10 bits in shared memory, each among those that agree in the digits before. Of a few
+ * thousand keys in shared memory the threshold is found by digits of 8 bits. Counts are exact and
+ * so is the result, whatever the values and however many are equal.
  */
 #ifndef KERN_ATTN_TOPK_CUH
 #define KERN_ATTN_TOPK_CUH
@@ -139,9 +139,10 @@ static __device__ __forceinline__ void dev_digits_open(struct topk_digits *d)
     if (threadIdx.x == 0) d->differ = 0;
 }
 
-/* Of n keys in shared memory, which a barrier has shown to all: the highest bound that at least k (1 <= k <= n)
- * reach, *count of them, *above of them beyond it; or a lower one that at most k + slack reach. Digits
- * of eight bits from the highest on in which keys differ. turn: as the first call left it, 0 there. */
+/* Of n keys in shared memory, which a barrier has shown to all: the highest bound that at least k
+ * (1 <= k <= n) reach, *count of them, *above of them beyond it; or a lower one that at most k +
+ * slack reach. Digits of eight bits from the highest on in which keys differ. turn: as the first
+ * call left it, 0 there. */
 template <int THREADS>
 static __device__ uint32_t dev_threshold(const uint32_t *key, int32_t n, int32_t k, int32_t slack,
                                          struct topk_digits *d, int *turn, int32_t *count,
