@@ -1,11 +1,10 @@
-/* kernels/attn/index_query_cuda.cu - index queries: a warp takes a head. Reads and writes each value once; that
- * is all its time.
- */
+/* kernels/attn/index_query_cuda.cu - index queries: a warp takes as many heads as fit. Reads and
+ * writes each value once; that is all its time. */
 #include "kernels/attn/index_query.cuh"
 
 #include <math.h>
 
-enum { WARPS = 8 };
+enum { THREADS = 256 };
 
 static __global__ void rotate_kernel(struct kern_index_query p)
 {
@@ -17,20 +16,20 @@ static __global__ void rotate_kernel(struct kern_index_query p)
     index_rotate(q[0], q[1], p.cos[t * half + n], p.sin[t * half + n]);
 }
 
-template <int E>
-static __global__ void __launch_bounds__(32 * WARPS)
-    query_kernel(struct kern_index_query p, float hadamard_scale)
+template <int W>
+static __global__ void __launch_bounds__(THREADS)
+    query_kernel(const __grid_constant__ struct kern_index_query p, float hadamard_scale)
 {
     cuda_hurry();
     cuda_await();
-    index_head<E>(p, (int64_t)blockIdx.x * WARPS + threadIdx.x / 32, hadamard_scale);
+    index_heads<W>(p, (int64_t)blockIdx.x * THREADS + threadIdx.x, hadamard_scale);
 }
 
-template <int E> static void launch(struct kern_stream *s, const struct kern_index_query *p)
+template <int W> static void launch(struct kern_stream *s, const struct kern_index_query *p)
 {
-    const int64_t rows = (int64_t)p->T * p->H;
-    cuda_launch_early(s, query_kernel<E>, dim3((unsigned)cuda_ceil(rows, WARPS)), 32 * WARPS, 0, *p,
-                      (float)(1.0 / sqrt((double)p->w)));
+    const int64_t threads = (int64_t)p->T * p->H * index_head<W>::LANES;
+    cuda_launch_early(s, query_kernel<W>, dim3((unsigned)cuda_ceil(threads, THREADS)), THREADS, 0,
+                      *p, (float)(1.0 / sqrt((double)p->w)));
 }
 
 extern "C" int kern_index_query_cuda(struct kern_stream *s, const struct kern_index_query *p)
@@ -42,12 +41,12 @@ extern "C" int kern_index_query_cuda(struct kern_stream *s, const struct kern_in
         return cuda_done(s, "index_query");
     }
     switch (p->w) { /* a power of two, at least 32 */
-    case 32: launch<1>(s, p); break;
-    case 64: launch<2>(s, p); break;
-    case 128: launch<4>(s, p); break;
-    case 256: launch<8>(s, p); break;
-    case 512: launch<16>(s, p); break;
-    case 1024: launch<32>(s, p); break;
+    case 32: launch<32>(s, p); break;
+    case 64: launch<64>(s, p); break;
+    case 128: launch<128>(s, p); break;
+    case 256: launch<256>(s, p); break;
+    case 512: launch<512>(s, p); break;
+    case 1024: launch<1024>(s, p); break;
     default: return TOW_EINVAL;
     }
     return cuda_done(s, "index_query");

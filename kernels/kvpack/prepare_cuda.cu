@@ -3,7 +3,7 @@
  *
  * compress     a block a row and compressor, as in kvpack_cuda.cu
  * window keys  a block a row, in shared memory; they go to the ring from there
- * queries      a warp a head of the indexer, or four heads
+ * queries      a warp four heads, of the indexer or of attention
  * Every job has the bits that its op has alone. All are chains of latencies, which now run side by side.
  * Other shapes, and chunks, go op by op.
  */
@@ -82,7 +82,8 @@ static __global__ void __launch_bounds__(N, N == DENSE_THREADS ? 1 : PER_SM)
     const int warp = threadIdx.x / 32;
     if (warp >= QUERY_WARPS) return;
     if (b < a.index_blocks)
-        index_head<INDEX_WIDTH / 32>(a.index, (int64_t)b * QUERY_WARPS + warp, a.hadamard_scale);
+        index_heads<INDEX_WIDTH>(a.index, (int64_t)b * (32 * QUERY_WARPS) + threadIdx.x,
+                                 a.hadamard_scale);
     else
         heads_norm(a.heads, ((int64_t)(b - a.index_blocks) * QUERY_WARPS + warp) * HEADS,
                    (uint32_t *)row + warp * HEADS * HEAD_WORDS);
@@ -151,7 +152,8 @@ extern "C" int kern_prepare_cuda(struct kern_stream *s, const struct kern_prepar
     if (p->index) {
         a.index = *p->index;
         a.hadamard_scale = (float)(1.0 / sqrt((double)INDEX_WIDTH));
-        a.index_blocks = (int32_t)cuda_ceil((int64_t)p->index->T * p->index->H, QUERY_WARPS);
+        a.index_blocks = (int32_t)cuda_ceil(
+            (int64_t)p->index->T * p->index->H * index_head<INDEX_WIDTH>::LANES, 32 * QUERY_WARPS);
     }
     if (p->heads) {
         a.heads = *p->heads;
