@@ -1,8 +1,9 @@
-/* tests/gpu/index_test.c - index selection where it is hard: rows of equals, of NaN and of -inf, the best
- * side by side, ragged batches, lists of every length, chunks against rows alone, pages far apart.
+/* tests/gpu/index_test.c - index queries, selection and ranks where they are hard: rows of equals,
+ * of NaN and of -inf, the best side by side, ragged batches, lists of every length, chunks against
+ * rows alone, pages far apart.
  *
- * A selection is held against a plain one from its own scores; scores against the CPU's. More of both in
- * attn_test.c. Exit 77 where there is no device.
+ * A selection is held against a plain one from its own scores, a rank against a plain count; scores
+ * and queries against the CPU's. Exit 77 where there is no device.
  */
 #include "tests/support/check.h"
 #include "tests/support/device.h"
@@ -28,8 +29,8 @@ static float rnd(void)
     return (float)(int32_t)(seed >> 32) * 0x1p-31f;
 }
 
-/* A pool of POOL pages of random keys; the first SPECIAL ones are for a test to change. Tables go round
- * in the others, so that contexts can be long: scores repeat, and equals are many. */
+/* A pool of POOL pages of random keys; the first SPECIAL ones are for a test to change. Tables go
+ * round in the others, so that contexts can be long: scores repeat, and equals are many. */
 struct world {
     struct kern_kv_layout l;
     uint8_t *pages, *tail;
@@ -197,8 +198,8 @@ static void queries(uint16_t *q, uint16_t *wt, int32_t T)
 /* Rows of all lengths and lists of all lengths in one batch. */
 static void test_index_select__ragged_rows_keep_what_a_sort_keeps(void **state)
 {
-    static const int32_t entries[] = {0,    1,     15,    16,    17,    63,    64,    65,
-                                      511,  512,   513,   1023,  1025,  2048,  8191,  8193,
+    static const int32_t entries[] = {0,    1,     15,    16,    17,    63,    64,    65,    127,
+                                      511,  512,   513,   1023,  1025,  2048,  4097,  8191,  8193,
                                       9000, 16384, 16400, 32768, 40000, 65536, 70001, 262144};
     static const int32_t topk[] = {512, 1, 64, 4096, 1024, 2048};
     enum { N = sizeof entries / sizeof *entries };
@@ -216,6 +217,11 @@ static void test_index_select__ragged_rows_keep_what_a_sort_keeps(void **state)
             struct chosen c = choose(gpu, &w, q, wt, N, seqs, N, LONGEST / 4, 4096, true);
             for (int i = 0; i < N; i++) check_row(&c, i, entries[i], seqs[i].topk);
             check_plain(&w, q, wt, N, seqs, N, &c);
+            if (shift == 0) {
+                struct chosen twin = choose(cpu, &w, q, wt, N, seqs, N, LONGEST / 4, 4096, true);
+                for (int i = 0; i < N; i++) check_scores(&c, &twin, i, entries[i]);
+                chosen_free(&twin);
+            }
             chosen_free(&c);
         }
         world_close(&w);
@@ -267,7 +273,8 @@ static void test_index_select__equals_and_neighbours_have_one_answer(void **stat
     }
 }
 
-/* NaN in codes, in scales and in weights; and rows of which all scores are 0 or infinite. */
+/* NaN in codes, in scales and in weights; infinite scales, which are NaN too; and rows of which all
+ * scores are 0 or infinite. */
 static void test_index_select__nan_ranks_last_and_stays_where_it_is(void **state)
 {
     enum { N = 6 };
@@ -289,7 +296,8 @@ static void test_index_select__nan_ranks_last_and_stays_where_it_is(void **state
                 if (ik == KERN_IK_FP8 && page % 4 == 0) part[e * W + (e * 13) % W] ^= 0x7f;
                 if (ik == KERN_IK_FP8 && page % 4 == 0)
                     part[e * W + (e * 7) % W] = e % 2 ? 0x7f : 0xff;
-                if (ik == KERN_IK_FP8 && page % 4 == 2) scales[e] = NAN;
+                if (ik == KERN_IK_FP8 && page % 4 == 2)
+                    scales[e] = e % 3 == 0 ? NAN : e % 3 == 1 ? INFINITY : -INFINITY;
                 if (ik == KERN_IK_FP4) part[w.per_page * (W / 2) + e * 4 + e % 4] = 0xff;
                 if (ik == KERN_IK_BF16) ((uint16_t *)part)[e * W + (e * 13) % W] = 0x7fc1;
             }
@@ -353,7 +361,130 @@ static void test_index_select__chunks_and_drafts_give_the_bits_of_rows_alone(voi
     cuda_fp8_products = 0;
 }
 
-/* Products of the codes: an error of the matrix unit's, and the exact best of the scores it makes. */
+/* Pages beyond 4 GiB of a pool, and between 2 and 4, give what the same pages give side by side. */
+static void test_index_select__pages_far_apart_are_found(void **state)
+{
+    enum { T = 5, N = 8, LD = N * 64, TOPK = 64 };
+    static uint16_t q[T * H * W], wt[T * H];
+    const char *d = getenv("TOW_TEST_DEVICE");
+    struct kern_dev *dev = NULL;
+    struct tow_err err = {0};
+    (void)state;
+    assert_int_equal(kern_dev_open(&dev, d && *d ? d : "cuda:0", 1, &err), 0);
+    struct kern_stream *s = kern_dev_stream(dev);
+    queries(q, wt, T);
+    void *dq = kern_dev_alloc(dev, sizeof q), *dwt = kern_dev_alloc(dev, sizeof wt);
+    int32_t *sel = kern_dev_alloc(dev, T * TOPK * 4), *n = kern_dev_alloc(dev, T * 4);
+    float *scores = kern_dev_alloc(dev, T * LD * 4);
+    assert_true(dq && dwt && sel && n && scores);
+    assert_int_equal(kern_stream_write(s, dq, q, sizeof q), 0);
+    assert_int_equal(kern_stream_write(s, dwt, wt, sizeof wt), 0);
+    for (int kind = KERN_IK_FP4; kind <= KERN_IK_BF16 + 1; kind++) { /* the last: fp8 by codes */
+        struct world w;
+        static float got[2][T * LD];
+        static int32_t kept[2][T * TOPK];
+        world_open(&w, (enum kern_ik_fmt)(kind > KERN_IK_BF16 ? KERN_IK_FP8 : kind));
+        cuda_fp8_products = kind > KERN_IK_BF16;
+        const int64_t last = (INT64_C(9) << 29) / w.l.page_bytes; /* 4.5 GiB */
+        for (int far = 0; far < 2; far++) {
+            const int64_t n_pages = far ? last + 1 : N;
+            uint8_t *pages = kern_dev_alloc(dev, (size_t)(n_pages * w.l.page_bytes));
+            assert_non_null(pages);
+            for (int i = 0; i < N; i++) {
+                w.ids[i] = (uint32_t)(far ? last * (N - 1 - i) / (N - 1) : i);
+                assert_int_equal(kern_stream_write(s, pages + w.ids[i] * w.l.page_bytes,
+                                                   w.pages + (SPECIAL + i) * w.l.page_bytes,
+                                                   (size_t)w.l.page_bytes),
+                                 0);
+            }
+            /* A row with its sequence to itself, and four that share one. */
+            struct kern_seq seqs[] = {seq_at(&w, 0, 1, N * 256 - 1, TOPK),
+                                      seq_at(&w, 1, T - 1, N * 256 - T, TOPK)};
+            struct kern_index_select p = {.q = dq,
+                                          .wt = dwt,
+                                          .factor = 0.011f,
+                                          .pages = pages,
+                                          .layout = &w.l,
+                                          .seqs = seqs,
+                                          .n_seqs = 2,
+                                          .T = T,
+                                          .H = H,
+                                          .selected = sel,
+                                          .n_selected = n,
+                                          .sel_ld = TOPK,
+                                          .scores = scores,
+                                          .score_ld = LD,
+                                          .act = KERN_BF16};
+            assert_int_equal(kern_dev_ops(dev)->index_select(s, &p), 0);
+            assert_int_equal(kern_stream_read(s, got[far], scores, sizeof got[far]), 0);
+            assert_int_equal(kern_stream_read(s, kept[far], sel, sizeof kept[far]), 0);
+            p.n_seqs = 1, p.T = 1; /* one row: the other blocks */
+            assert_int_equal(kern_dev_ops(dev)->index_select(s, &p), 0);
+            float alone[LD];
+            assert_int_equal(kern_stream_read(s, alone, scores, sizeof alone), 0);
+            assert_memory_equal(alone, got[far], sizeof alone);
+            kern_dev_free(dev, pages);
+        }
+        assert_memory_equal(got[0], got[1], sizeof got[0]);
+        assert_memory_equal(kept[0], kept[1], sizeof kept[0]);
+        assert_true(got[0][0] < 0 || got[0][0] > 0);
+        world_close(&w);
+    }
+    cuda_fp8_products = 0;
+    kern_dev_free(dev, dq), kern_dev_free(dev, dwt), kern_dev_free(dev, sel);
+    kern_dev_free(dev, n), kern_dev_free(dev, scores);
+    kern_dev_close(dev);
+}
+
+/* Queries of all widths and formats have the CPU's bits; NaN in the same places. */
+static void test_index_query__bits_are_the_twins(void **state)
+{
+    static const int32_t shapes[][2] = {{32, 8},   {64, 64},   {64, 6},    {128, 64}, {128, 2},
+                                        {256, 64}, {512, 128}, {1024, 64}, {1024, 34}};
+    enum { T = 3, HEADS = 5, N = T * HEADS * 1024 };
+    static uint16_t q[N], got[N], want[N];
+    static float c[T * 64], s[T * 64];
+    (void)state;
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int fmt = KERN_IK_FP4; fmt <= KERN_IK_BF16; fmt++) {
+            const int32_t w = shapes[i][0], rd = shapes[i][1], n = T * HEADS * w;
+            for (int k = 0; k < T * rd / 2; k++) {
+                const double angle = (double)rnd() * 3;
+                c[k] = (float)cos(angle), s[k] = (float)sin(angle);
+            }
+            for (int k = 0; k < n; k++) { /* heads of many sizes, and one of zeros */
+                const int head = k / w;
+                q[k] = kern_bf16_encode(head == 4 ? 0 : ldexpf(rnd(), head * 9 - 60));
+            }
+            q[6 * w + 3] = 0x7f80, q[7 * w + 1] = 0x7fc1, q[8 * w + w - 1] = 0x7f00;
+            memcpy(got, q, sizeof q), memcpy(want, q, sizeof q);
+            struct kern_index_query p = {.q = got,
+                                         .cos = c,
+                                         .sin = s,
+                                         .T = T,
+                                         .H = HEADS,
+                                         .w = w,
+                                         .rd = rd,
+                                         .fmt = (enum kern_ik_fmt)fmt,
+                                         .act = KERN_BF16};
+            assert_int_equal(kern_dev_ops(gpu)->index_query(kern_dev_stream(gpu), &p), 0);
+            assert_int_equal(kern_stream_sync(kern_dev_stream(gpu)), 0);
+            p.q = want;
+            assert_int_equal(kern_dev_ops(cpu)->index_query(kern_dev_stream(cpu), &p), 0);
+            for (int k = 0; k < n; k++) {
+                const int head = k / w;
+                /* Of NaN, e2m1 makes its largest, of a sign that nothing defines. */
+                if (fmt == KERN_IK_FP4 && (head == 6 || head == 7)) continue;
+                const bool nan = (want[k] & 0x7fff) > 0x7f80;
+                if (nan ? (got[k] & 0x7fff) <= 0x7f80 : got[k] != want[k])
+                    fail_msg("width %d, %d turned, format %d: head %d has %04x at %d, not %04x", w,
+                             rd, fmt, head, got[k], k % w, want[k]);
+            }
+        }
+}
+
+/* Products of the codes: an error of the matrix unit's, and the exact best of the scores
+ * it makes. */
 static void test_index_select__products_of_codes_are_near_exact_ones(void **state)
 {
     enum { N = 3 };
@@ -384,6 +515,71 @@ static void test_index_select__products_of_codes_are_near_exact_ones(void **stat
     world_close(&w);
 }
 
+/* Of every kind of score, against a plain count. */
+static void test_index_rank__odd_scores_have_the_ranks_of_a_count(void **state)
+{
+    enum { N = 5000, E = 40 };
+    static float s[N];
+    struct world w;
+    int32_t entries[E];
+    struct kern_rank got[E];
+    float kth = 7, next = 7;
+    static const float odd[] = {NAN, -INFINITY, INFINITY, 0.0f, -0.0f, 1e-45f, 3e38f};
+    (void)state;
+    world_open(&w, KERN_IK_FP8);
+    for (int kind = 0; kind < 4; kind++) {
+        for (int i = 0; i < N; i++)
+            s[i] = kind == 0 ? rnd() : kind == 1 ? (float)(i % 5) : kind == 2 ? odd[i % 7] : NAN;
+        for (int i = 0; i < E; i++) entries[i] = i * (N / E) + i % 3;
+        const struct kern_seq row = seq_at(&w, 0, 1, N * 4 - 1, 512);
+        const struct kern_index_rank p = {.scores = s,
+                                          .pages = w.pages,
+                                          .layout = &w.l,
+                                          .layer = 0,
+                                          .seq = &row,
+                                          .T = 1,
+                                          .H = H,
+                                          .keys = KERN_KEYS_OWN,
+                                          .entries = entries,
+                                          .n_entries = E,
+                                          .ranks = got,
+                                          .kth = &kth,
+                                          .next = &next,
+                                          .act = KERN_BF16};
+        assert_int_equal(kern_dev_ops(gpu)->index_rank(kern_dev_stream(gpu), &p), 0);
+        for (int a = 0; a < E; a++) {
+            const float x = s[entries[a]];
+            int32_t rank = 1, equal = -1;
+            for (int i = 0; i < N; i++) {
+                const bool same = s[i] == x || (isnan(s[i]) && isnan(x));
+                const bool above = s[i] > x || (!isnan(s[i]) && isnan(x));
+                rank += above || (same && i < entries[a]);
+                equal += same;
+            }
+            assert_int_equal(got[a].rank, rank);
+            assert_int_equal(got[a].equal, equal);
+        }
+        float want[2];
+        const struct kern_index_rank twin = {.scores = s,
+                                             .pages = w.pages,
+                                             .layout = &w.l,
+                                             .layer = 0,
+                                             .seq = &row,
+                                             .T = 1,
+                                             .H = H,
+                                             .keys = KERN_KEYS_OWN,
+                                             .entries = entries,
+                                             .n_entries = 0,
+                                             .kth = &want[0],
+                                             .next = &want[1],
+                                             .act = KERN_BF16};
+        assert_int_equal(kern_dev_ops(cpu)->index_rank(kern_dev_stream(cpu), &twin), 0);
+        assert_true(kth == want[0] || (isnan(kth) && isnan(want[0])));
+        assert_true(next == want[1] || (isnan(next) && isnan(want[1])));
+    }
+    world_close(&w);
+}
+
 int main(int argc, char **argv)
 {
     const char *d = getenv("TOW_TEST_DEVICE");
@@ -398,6 +594,9 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_index_select__nan_ranks_last_and_stays_where_it_is),
         cmocka_unit_test(test_index_select__chunks_and_drafts_give_the_bits_of_rows_alone),
         cmocka_unit_test(test_index_select__products_of_codes_are_near_exact_ones),
+        cmocka_unit_test(test_index_select__pages_far_apart_are_found),
+        cmocka_unit_test(test_index_query__bits_are_the_twins),
+        cmocka_unit_test(test_index_rank__odd_scores_have_the_ranks_of_a_count),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("gpu/index", tests, NULL, NULL);
