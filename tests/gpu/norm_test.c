@@ -92,17 +92,17 @@ static void check_bytes(const char *what, const void *got, const void *want, siz
         fail_msg("%s: %zu of %zu bytes differ, the first at %zu: %d, not %d", what, n_wrong, n,
                  first, a[first], b[first]);
 }
-/* bf16 within some steps of the last place, or within tol, where sums differ in their last bits;
- * and rarely. */
+/* bf16 within some steps of the last place, or within tol (or tols[i]), where sums differ in their
+ * last bits; and rarely. */
 static void check_steps(const char *what, const uint16_t *got, const uint16_t *want, size_t n,
-                        float tol, float steps)
+                        float tol, const float *tols, float steps)
 {
     size_t n_wrong = 0;
     for (size_t i = 0; i < n; i++) {
         if (got[i] == want[i]) continue;
         const float a = kern_bf16_decode(got[i]), b = kern_bf16_decode(want[i]);
         if (isnan(a) && isnan(b)) continue;
-        if (!(fabsf(a - b) <= fabsf(b) * steps * 0x1p-7f + tol))
+        if (!(fabsf(a - b) <= fabsf(b) * steps * 0x1p-7f + (tols ? tols[i] : tol)))
             fail_msg("%s: element %zu of %zu is %g, not %g", what, i, n, (double)a, (double)b);
         n_wrong++;
     }
@@ -112,7 +112,7 @@ static void check_steps(const char *what, const uint16_t *got, const uint16_t *w
 static void check_halves(const char *what, const uint16_t *got, const uint16_t *want, size_t n,
                          float tol)
 {
-    check_steps(what, got, want, n, tol, 1);
+    check_steps(what, got, want, n, tol, NULL, 1);
 }
 static void check_floats(const char *what, const float *got, const float *want, size_t n, float tol)
 {
@@ -457,6 +457,46 @@ static void crossed_free(struct crossed *c)
     free(c->h), free(c->x), free(c->post), free(c->comb);
 }
 
+/* 2e-5, and what an error of 2e-6 in each of a row's four factors does to an element, by the norm's
+ * gain: where streams cancel it is a good part of what is left, and a gain of thirty was seen. (The
+ * mixes read f32 weights to 2^-18.) */
+static float *boundary_slack(struct side *d, const struct kern_hc_boundary *p, const uint16_t *h,
+                             const float *w)
+{
+    const int32_t D = p->D;
+    const size_t n = (size_t)HC_T * (size_t)D;
+    struct kern_hc_collapse plain = {.h = put(d, h, n * HC * 2),
+                                     .fn = p->fn,
+                                     .base = p->base,
+                                     .scale = p->scale,
+                                     .post = p->head ? NULL : &(float){0},
+                                     .comb = p->head ? NULL : &(float){0},
+                                     .hc = HC,
+                                     .D = D,
+                                     .iters = p->iters,
+                                     .hc_eps = p->hc_eps,
+                                     .norm_eps = p->norm_eps,
+                                     .act = p->act};
+    struct collapsed c = collapse_in(d, &plain, HC_T);
+    float *slack = malloc(n * sizeof *slack);
+    assert_non_null(slack);
+    for (size_t t = 0; t < HC_T; t++) {
+        double sq = 0;
+        for (int32_t i = 0; i < D; i++)
+            sq += pow((double)kern_bf16_decode(c.x[t * (size_t)D + (size_t)i]), 2);
+        const double gain = 1 / sqrt(sq / D + (double)p->norm_eps);
+        for (int32_t i = 0; i < D; i++) {
+            double terms = 0;
+            for (size_t j = 0; j < HC; j++)
+                terms += fabs((double)kern_bf16_decode(h[(t * HC + j) * (size_t)D + (size_t)i]));
+            slack[t * (size_t)D + (size_t)i] =
+                (float)(2e-5 + 2e-6 * terms * gain * fabs((double)w[i]));
+        }
+    }
+    collapsed_free(&c);
+    return slack;
+}
+
 static void boundary_case(int32_t D, bool expands, bool routed, bool head, enum kern_wfmt fmt)
 {
     static const int32_t pieces[] = {1, 15, 16, 17, 128, 130};
@@ -469,6 +509,9 @@ static void boundary_case(int32_t D, bool expands, bool routed, bool head, enum 
     struct crossed from = {halves(n * HC, 1), NULL, floats(HC_T * HC, 0.5f),
                            floats(HC_T * HC * HC, 0.3f)},
                    got[SIDES];
+    float *slack = NULL;
+    if (!f32)
+        for (int32_t i = 0; i < D; i++) w[i] = kern_bf16_decode(w16[i]);
     y[7 * D + 9] = 0x7fc0; /* NaN: row 7 only */
     for (int i = 0; i < SIDES; i++) {
         struct side *d = &sides[i];
@@ -495,6 +538,7 @@ static void boundary_case(int32_t D, bool expands, bool routed, bool head, enum 
             .act = KERN_BF16};
         const uint16_t *in = expands ? y : NULL;
         got[i] = cross(d, &p, in, &from, HC_T, false);
+        if (i == CPU) slack = boundary_slack(d, &p, got[i].h, w);
         for (int k = 0; i == GPU && k < 8; k++) {
             struct crossed c = cross(d, &p, in, &from, k < 6 ? pieces[k] : HC_T, k >= 6);
             char what[64];
@@ -523,7 +567,8 @@ static void boundary_case(int32_t D, bool expands, bool routed, bool head, enum 
                      2e-5f);
     }
     /* Rounded twice: by the collapse, and by the norm what that made of it. */
-    check_steps("x", got[GPU].x, got[CPU].x, (size_t)n, 2e-5f, 2);
+    check_steps("x", got[GPU].x, got[CPU].x, (size_t)n, 0, slack, 2);
+    free(slack);
     crossed_free(&got[CPU]), crossed_free(&got[GPU]), crossed_free(&from);
     free(y), free(fn16), free(w16), free(fn), free(base), free(scale), free(sum), free(w);
     clear(NULL);
