@@ -1,8 +1,9 @@
 /* kernels/mirror.c - see mirror.h.
  *
- * Device memory of a call comes from chunks that are used again by the next; each span is followed by
- * a guard. A checkpoint's weights are placed once and found again by their host addresses; weights in
- * memory that came from this device's alloc, which may hold others tomorrow, are placed for the call.
+ * Device memory of a call comes from chunks that are used again by the next; each span is followed
+ * by a guard. A checkpoint's weights are placed once and found again by their host addresses;
+ * weights in memory that came from this device's alloc, which may hold others tomorrow, are placed
+ * for the call.
  */
 #include "kernels/mirror.h"
 

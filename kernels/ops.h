@@ -80,8 +80,8 @@ struct kern_hc_expand {
     enum kern_dtype act;
 };
 
-/* What lies between two sub-layers: add, hc_expand in place, hc_collapse of the streams that makes, and
- * rmsnorm, one after the other and with the same bits. */
+/* What lies between two sub-layers: add, hc_expand in place, hc_collapse of the streams that makes,
+ * and rmsnorm, one after the other and with the same bits. */
 struct kern_hc_boundary {
     const float *routed; /* NULL, or [T, D]: added to y */
     void *y;             /* [T, D] act, afterwards undefined; NULL: the streams stay as they are */
@@ -118,9 +118,9 @@ struct kern_heads_rope {
     enum kern_dtype act;
 };
 
-/* Products of the same rows, none of which reads what another writes: as if one linear followed the other.
- * Before them norm or rope make these rows, in place; or nowhere, if the products do it on the way: what
- * is in x afterwards is one or the other. */
+/* Products of the same rows, none of which reads what another writes: as if one linear followed the
+ * other. Before them norm or rope make these rows, in place; or nowhere, if the products do it on
+ * the way: what is in x afterwards is one or the other. */
 struct kern_linears {
     const struct kern_linear *each;     /* [n], of one x: pointer, type, ld_x, T, groups * K */
     const struct kern_rmsnorm *norm;    /* NULL, or x and y are that x */
@@ -139,8 +139,9 @@ struct kern_kv_prep {
     enum kern_dtype act;
 };
 
-/* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`. After attention;
- * or before, if no sequence has more than one row: its place is then one that the row does not see. */
+/* Stores the last min(n_rows, window) rows of each sequence in its ring of `layer`. After
+ * attention; or before, if no sequence has more than one row: its place is then one that the row
+ * does not see. */
 struct kern_window_store {
     const void *kv; /* [T, d] act */
     const struct kern_kv_layout *layout;
@@ -167,7 +168,8 @@ struct kern_compress {
     int32_t n_seqs;
     float eps;
     enum kern_dtype act;
-    /* NULL, or the layer's other compressor: as if it were the next op, with the same batch and pages. */
+    /* NULL, or the layer's other compressor: as if it were the next op, with the same batch and
+     * pages. */
     const struct kern_compress *also;
 };
 
@@ -181,8 +183,8 @@ struct kern_index_query {
     enum kern_dtype act;
 };
 
-/* What lies between the products of a layer and its attention: as if one of these followed the other, in
- * this order; NULL: without. */
+/* What lies between the products of a layer and its attention: as if one of these followed the
+ * other, in this order; NULL: without. */
 struct kern_prepare {
     const struct kern_heads_rope *heads;
     const struct kern_kv_prep *kv;
@@ -215,8 +217,8 @@ struct kern_index_select {
 };
 
 /* Where entries stand among all that one row sees: rank 1 is the highest score, of equals the lower
- * entry comes first, NaN ranks below everything, so an entry is selected exactly when its rank is at
- * most seq->topk. Counts in one pass over the scores, which never leave the device: those that
+ * entry comes first, NaN ranks below everything, so an entry is selected exactly when its rank is
+ * at most seq->topk. Counts in one pass over the scores, which never leave the device: those that
  * index_select has left for the row, or else its own, made of q and keys of any type. */
 enum { KERN_KEYS_OWN = -1 };
 struct kern_rank {
@@ -304,8 +306,8 @@ struct kern_swiglu {
     enum kern_dtype act;
 };
 
-/* All of a layer's experts: these ops one after the other, with the same bits. What only they hand on
- * (gate.y, w1.y, w3.y, swiglu.y) is undefined afterwards. */
+/* All of a layer's experts: these ops one after the other, with the same bits. What only they hand
+ * on (gate.y, w1.y, w3.y, swiglu.y) is undefined afterwards. */
 struct kern_ffn {
     struct kern_linear gate; /* to route.logits */
     struct kern_route route; /* to moe.experts, moe.weights */
@@ -353,8 +355,8 @@ struct kern_sample_row {
     int32_t edit0, n_edits; /* this row's part of edits */
 };
 /* What a row changes of one logit: penalties if the token was generated before (count > 0): divided
- * by the repetition factor if positive, else multiplied; less presence; less frequency * count; then
- * bias is added; -inf bans. NaN from these is -inf. */
+ * by the repetition factor if positive, else multiplied; less presence; less frequency * count;
+ * then bias is added; -inf bans. NaN from these is -inf. */
 struct kern_edit {
     int32_t id; /* once a row; outside [0, V): nothing */
     int32_t count;
@@ -382,7 +384,7 @@ struct kern_sample {
 #define KERN_OPS(X)                                                                                \
     X(embed) X(rmsnorm) X(linear) X(linears) X(hc_collapse) X(hc_expand) X(hc_boundary)            \
     X(rope_table) X(heads_rope) X(kv_prep) X(window_store) X(compress) X(index_query) X(prepare)   \
-    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(ffn) X(add)              \
+    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(ffn) X(add)             \
     X(mtp_mix) X(sample)
 /* clang-format on */
 

@@ -8,8 +8,8 @@
  *          The library has no such loop, so XXH3's long form (over 240 bytes, no seed) is spelled
  *          out here: lanes of 64 bits, stripes of 64 bytes, a scramble after each 16 of them. The
  *          last 1 to 64 bytes are no stripe: the end digests the last 64 instead.
- *          A source may come in runs. A stripe that one run begins and the next one ends is digested
- *          from where it was copied to.
+ *          A source may come in runs. A stripe that one run begins and the next one ends is
+ *          digested from where it was copied to.
  *          The same loop without the copy is a quarter faster than the library's, which adds the
  *          data to their neighbour's lane stripe by stripe.
  *          Without vectors the library digests the copy piece by piece, from the first cache.
@@ -27,8 +27,9 @@
 enum { STRIPE = 64, BLOCK = 1024, GROUP = 4, LANES = 8, SECRET = 192 };
 enum { READ_AHEAD = 1024 }; /* bytes: what a digest alone will need is fetched */
 enum { AHEAD = 512 }; /* bytes: where the copy will go is fetched for writing, worth 7 % at 64K */
-/* bytes: what will be copied is fetched, across the boundaries at which the processor's own fetching
- * stops: worth 5 % from memory, 10 % where source and copy just fit the second-level cache */
+/* bytes: what will be copied is fetched, across the boundaries at which the processor's own
+ * fetching stops: worth 5 % from memory, 10 % where source and copy just fit the second-level
+ * cache */
 enum { COPY_AHEAD = 2048 };
 /* Where in the secret: each stripe of a block 8 further, then these. */
 enum { SECRET_SCRAMBLE = SECRET - STRIPE, SECRET_LAST = SECRET - STRIPE - 7, SECRET_MERGE = 11 };

@@ -147,9 +147,9 @@ static void tell_all(struct kv_mover *m, bool happened)
     post_backlog(m);
 }
 
-/* The wake descriptor is emptied by what its readiness woke and by nothing else: a note of who wrote to
- * it would come late where the writer has been put aside by the thread that it woke, and this one
- * would turn on the spot until then (3 ms were seen). */
+/* The wake descriptor is emptied by what its readiness woke and by nothing else: a note of who
+ * wrote to it would come late where the writer has been put aside by the thread that it woke, and
+ * this one would turn on the spot until then (3 ms were seen). */
 static void sleep_some(struct kv_mover *m, int timeout_ms)
 {
     uint64_t n;

@@ -26,8 +26,9 @@ enum {
     /* Bytes of one read: those in flight fit into a core's cache, where the digest then finds
      * them. */
     MOVER_READ_BYTES = 128 << 10,
-    /* Messages of a ticket that wait at a receiver or are on their way, as many as it takes at a time.
-     * More only get between those whose bytes are moving: with 32, TCP moved 0.6 of it at 64K. */
+    /* Messages of a ticket that wait at a receiver or are on their way, as many as it takes at a
+     * time. More only get between those whose bytes are moving: with 32, TCP moved 0.6 of it at
+     * 64K. */
     MOVER_PUSHES = MOVER_READS,
     MOVER_OFFERS = 256,         /* told in one turn of the loop */
     MOVER_COPIES = 16,          /* parts copied, at most MOVER_COPY_BYTES, before they are told */

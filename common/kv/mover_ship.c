@@ -3,12 +3,12 @@
  *
  * How      One open hash table of tickets by id. A sender's parts come with their digests; a
  *          receiver's are checked here, on the transfer thread, next to the copy itself. Where the
- *          sender's memory is mapped into this process (one host), a part is copied and digested in one
- *          pass, MOVER_COPY_BYTES a turn. Else it is read in pieces, and each is digested as it comes,
- *          while the cache has it; the pieces of a message over TCP are digested on their way out of
- *          UCX's buffers. MOVER_READS are in flight at a time. Both are handed out in turn among the
- *          tickets of a connection, so a long prompt's pages never hold up a short one's and a
- *          cancelled ticket waits for little.
+ *          sender's memory is mapped into this process (one host), a part is copied and digested in
+ *          one pass, MOVER_COPY_BYTES a turn. Else it is read in pieces, and each is digested as it
+ *          comes, while the cache has it; the pieces of a message over TCP are digested on their
+ *          way out of UCX's buffers. MOVER_READS are in flight at a time. Both are handed out in
+ *          turn among the tickets of a connection, so a long prompt's pages never hold up a short
+ *          one's and a cancelled ticket waits for little.
  *          A ticket is freed when its machine has ended, that is, when nothing of it is in flight;
  *          what comes for it afterwards finds no ticket and is answered with NACK.
  */
@@ -411,8 +411,8 @@ void ship_pump(struct conn *c)
         start_read(c, t, index);
 }
 
-/* The whole part at once: the copy itself tells the digest of what arrived. If the sender reuses the
- * page meanwhile, its lease being over, that is another digest than the one offered. */
+/* The whole part at once: the copy itself tells the digest of what arrived. If the sender reuses
+ * the page meanwhile, its lease being over, that is another digest than the one offered. */
 static int copy_part(struct conn *c, struct part *p, size_t n)
 {
     struct ticket *t = p->t;
@@ -426,9 +426,9 @@ static int copy_part(struct conn *c, struct part *p, size_t n)
     return check_digest(p, digest);
 }
 
-/* Several parts are copied before the first of them is told: a copy leaves nothing else in the first
- * cache, and what telling needs is then fetched once. Their tickets stay, for they are busy. The bytes
- * that were moved; 0: there was nothing. */
+/* Several parts are copied before the first of them is told: a copy leaves nothing else in the
+ * first cache, and what telling needs is then fetched once. Their tickets stay, for they are busy.
+ * The bytes that were moved; 0: there was nothing. */
 static size_t copy_parts(struct conn *c)
 {
     struct part *parts[MOVER_COPIES];

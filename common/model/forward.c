@@ -1,7 +1,8 @@
-/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse and norm,
- * attention (window keys, compressors, indexer), expand, collapse and norm, experts, expand; each is one
- * op of the table, or several. What lies between two sub-layers is one op (hc_boundary), and so are a layer's
- * experts (ffn); their steps are taken apart, with the same bits, only where a tap looks at them.
+/* model/forward.c - see forward.h. One layer reads as the specification's list of steps: collapse
+ * and norm, attention (window keys, compressors, indexer), expand, collapse and norm, experts,
+ * expand; each is one op of the table, or several. What lies between two sub-layers is one op
+ * (hc_boundary), and so are a layer's experts (ffn); their steps are taken apart, with the same
+ * bits, only where a tap looks at them.
  *
  * Activations are bf16 in deployed mode and f32 in exact mode; that type is the whole difference
  * between the modes besides the quantizers in front of products, which aq_for() chooses from the
@@ -50,8 +51,8 @@ struct scratch {
     struct kern_choice *choices;         /* [HEAD_ROWS] */
 };
 
-/* Host memory: what goes to the device with a pass, and what comes back from one that the host cannot
- * read. */
+/* Host memory: what goes to the device with a pass, and what comes back from one that the host
+ * cannot read. */
 struct staging {
     int32_t *pos;        /* [R] */
     int32_t *score_rows; /* [R]: rows whose scores a capture needs */
@@ -68,9 +69,11 @@ struct staging {
 };
 
 enum {
-    /* Rows of logits that a device holds at a time: the largest decode step (66 MB at 129,280 ids). */
+    /* Rows of logits that a device holds at a time: the largest decode step (66 MB at 129,280
+     * ids). */
     HEAD_ROWS = 128,
-    /* Edits of logits that go to the device at a time: 2,048 different tokens in each row's output. */
+    /* Edits of logits that go to the device at a time: 2,048 different tokens in each row's
+     * output. */
     EDITS = HEAD_ROWS * 2048
 };
 
@@ -602,8 +605,8 @@ static struct kern_compress compressor(struct pass *p, int32_t at, const struct 
                                   .act = m->act};
 }
 
-/* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures. Until
- * give_scores(). */
+/* Room for the scores of n_rows rows, of every visible entry: [n_rows, n]; for taps and captures.
+ * Until give_scores(). */
 static float *score_rows(struct pass *p, int32_t n_rows, int64_t *n)
 {
     int64_t most = 0;
@@ -661,7 +664,8 @@ static void read_back(struct pass *p, void *to, const void *from, size_t bytes)
 }
 
 /* Ranks by keys of one type, own ones by the scores where there are any. Queries for a shadow type
- * are made anew from the row's latent: the same bits as the row's own had before they were rounded. */
+ * are made anew from the row's latent: the same bits as the row's own had before they were
+ * rounded. */
 static void rank(struct pass *p, int32_t at, const struct model_layer *L,
                  const struct kern_seq *row, const float *scores, const int32_t *entries, int32_t n,
                  int keys, struct model_ranks *out)
@@ -768,8 +772,8 @@ static void indexer(struct pass *p, int32_t at, const struct model_layer *L)
     give_scores(m, scores);
 }
 
-/* All products of the normed rows s.x, and then those of the latent behind wq_a, which is normed on the way;
- * s.qr has it only for who looks at it. */
+/* All products of the normed rows s.x, and then those of the latent behind wq_a, which is normed on
+ * the way; s.qr has it only for who looks at it. */
 static void attention_products(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
@@ -1037,8 +1041,8 @@ static void head_of(struct pass *p, const struct model_hc *hc, const struct kern
     linear_rows(p, m->s.x, m->act, &m->w->head, logits, KERN_F32, n);
 }
 
-/* Tokens from n neighbouring rows of logits, the batch's from i on; as many rows a call as have room
- * for their edits, which are put together while the device is still busy with the rows. */
+/* Tokens from n neighbouring rows of logits, the batch's from i on; as many rows a call as have
+ * room for their edits, which are put together while the device is still busy with the rows. */
 static void draw_rows(struct pass *p, float *logits, int32_t i, int32_t n)
 {
     struct model *m = p->m;
@@ -1218,8 +1222,8 @@ static int finish(struct pass *p, struct tow_err *err)
     return 0;
 }
 
-/* A step of decode: one row of each sequence, all sampled, nothing looked at on the way. Its launches
- * depend on the number of rows alone. */
+/* A step of decode: one row of each sequence, all sampled, nothing looked at on the way. Its
+ * launches depend on the number of rows alone. */
 static bool is_step(const struct model *m, const struct model_batch *b)
 {
     if (m->host || b->tap || b->captures || b->streams_in || b->first_layer != b->last_layer)
@@ -1243,7 +1247,8 @@ static int run_step(void *arg)
 static void step(struct pass *p)
 {
     struct model *m = p->m;
-    /* What the launches depend on: T, which is at most HEAD_ROWS and so fits eight bits, and the pool. */
+    /* What the launches depend on: T, which is at most HEAD_ROWS and so fits eight bits, and the
+     * pool. */
     const uint64_t key = (uint64_t)p->T | (uint64_t)(uintptr_t)p->b->pages << 8;
     if (p->rc == 0) p->rc = kern_stream_repeat(m->stream, key, run_step, p);
     use_logits(p, m->s.logits, 0, p->T);
@@ -1377,7 +1382,8 @@ static void rehearsal_close(struct rehearsal *r)
     free(r->captures);
 }
 
-/* n_seqs sequences of n_rows rows that end at context. A pass that is no step is never kept as a graph. */
+/* n_seqs sequences of n_rows rows that end at context. A pass that is no step is never kept as a
+ * graph. */
 static int rehearse(struct rehearsal *r, int32_t n_seqs, int32_t n_rows, int64_t context,
                     const struct model_capture *capture, bool step, struct tow_err *err)
 {
@@ -1410,8 +1416,9 @@ static int rehearse(struct rehearsal *r, int32_t n_seqs, int32_t n_rows, int64_t
     return model_forward(r->m, &b, err);
 }
 
-/* Scratch of an op is bounded by its rows, in proportion or less, with other bounds for other ranges of
- * rows (few, many). It has a quarter more than was asked for, so that steps of a quarter meet all. */
+/* Scratch of an op is bounded by its rows, in proportion or less, with other bounds for other
+ * ranges of rows (few, many). It has a quarter more than was asked for, so that steps of a quarter
+ * meet all. */
 static int32_t next_count(int32_t n, int32_t most)
 {
     const int32_t next = n < 4 ? n + 1 : n + n / 4;
@@ -1465,8 +1472,8 @@ static int32_t largest_step(int32_t n_seqs)
     return n_seqs < HEAD_ROWS ? n_seqs : HEAD_ROWS;
 }
 
-/* What the graphs of all steps will take: several are made and forgotten, since the driver takes memory in
- * pieces of megabytes. */
+/* What the graphs of all steps will take: several are made and forgotten, since the driver takes
+ * memory in pieces of megabytes. */
 static int measure_graphs(struct rehearsal *r, int32_t n_seqs, uint64_t *bytes, struct tow_err *err)
 {
     enum { TRIED = 16, PIECE = 8 << 20 };
@@ -1494,8 +1501,8 @@ int model_warm(struct model *m, const struct model_warm *w, uint64_t *later, str
     r.tails = kern_dev_alloc(m->dev, (size_t)w->n_seqs * (size_t)m->layout.tail_bytes);
     if (rc == 0 && (!r.pages || !r.tails))
         rc = tow_fail(err, TOW_ENOMEM, "model: no device memory for %d tails", w->n_seqs);
-    /* The most first: what lists of sequences take has twice the room that was asked for first, which is
-     * what shadowed ones need. */
+    /* The most first: what lists of sequences take has twice the room that was asked for first,
+     * which is what shadowed ones need. */
     if (rc == 0) rc = warm_context(&r, w, err);
     if (rc == 0) rc = warm_counts(&r, w, err);
     if (rc == 0) rc = warm_captures(&r, w, err);

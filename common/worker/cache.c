@@ -1,10 +1,10 @@
 /* worker/cache.c - see cache.h.
  *
- * The control thread drives the second stream; the engine thread only makes the first one wait for it.
- * Pages with neighbouring ids are one copy. Gathering the others on the device first was rejected: a
- * page of a real model is a megabyte, and copies of that size run at the link's speed
- * (docs/performance.md). A device with memory of its own makes digests on the way out, into pinned host
- * memory, or where there is none to be had into its own, from where they follow the pages. */
+ * The control thread drives the second stream; the engine thread only makes the first one wait for
+ * it. Pages with neighbouring ids are one copy. Gathering the others on the device first was
+ * rejected: a page of a real model is a megabyte, and copies of that size run at the link's speed
+ * (docs/performance.md). A device with memory of its own makes digests on the way out, into pinned
+ * host memory, or where there is none to be had into its own, from where they follow the pages. */
 #include "common/worker/cache.h"
 
 #include "common/base/err.h"

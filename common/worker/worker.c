@@ -217,8 +217,8 @@ static uint64_t memory(const char *which)
     return kb * 1024;
 }
 
-/* Bytes that pages and tails may take: they lie in host memory, and on a device that has its own there as
- * well, of which passes will take so much later. 0: not known. */
+/* Bytes that pages and tails may take: they lie in host memory, and on a device that has its own
+ * there as well, of which passes will take so much later. 0: not known. */
 static uint64_t room_for_pages(const struct work *w, uint64_t later)
 {
     const struct kern_dev *dev = model_peek_dev(w->model);
@@ -881,8 +881,8 @@ static int check_files(struct work *w, struct tow_err *err)
         NET_FILES_OWN + NET_FILES_PEER * MAX_PEERS + NET_FILES_STATUS + w->set.join.n, why, err);
 }
 
-/* What passes need of the device is taken before pages share the rest; *later: of that, so much is still
- * to be taken. */
+/* What passes need of the device is taken before pages share the rest; *later: of that, so much is
+ * still to be taken. */
 static int warm_device(struct work *w, uint64_t *later, struct tow_err *err)
 {
     int64_t context = model_peek_weights(w->model)->shape.max_positions;
@@ -1108,8 +1108,9 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     return rc < 0 ? rc : w->role->plan(w, err);
 }
 
-/* --check-config: what start_all() would refuse, as far as it shows without weights, transport and network. Memory in use
- * now may be that of the worker which this one is to replace: all that the machine has counts as free. */
+/* --check-config: what start_all() would refuse, as far as it shows without weights, transport and
+ * network. Memory in use now may be that of the worker which this one is to replace: all that the
+ * machine has counts as free. */
 static int check_all(struct work *w, struct tow_err *err)
 {
     struct model_options mo = {.max_rows = w->max_rows};

@@ -1,9 +1,10 @@
 /* kernels/cuda/cuda.cuh - what every CUDA op stands on: the stream, scratch, sequences and placed
  * weights on the device, and how a launch ends.
  *
- * Why      Ops come with host arrays of sequences and weights; here is where their copies are found.
- * Rules    An op is `extern "C" int kern_<op>_cuda(struct kern_stream *s, const struct kern_<op> *p)`;
- *          its contract was checked before (table.c). T = 0 returns 0, for an empty grid is no launch.
+ * Why      Ops come with host arrays of sequences and weights; here is where their copies are
+ *          found.
+ * Rules    An op is `extern "C" int kern_<op>_cuda()` of a stream s and a struct kern_<op>; its
+ *          contract was checked before (table.c). T = 0 returns 0, for an empty grid is no launch.
  *          Else it enqueues on s->cu, never waits for the device (batch metadata of a foreign array
  *          apart) and ends with `return cuda_done(s, "<op>")`.
  *          The shape of a launch depends on T, n_seqs and sizes that do not change while a model is
@@ -11,8 +12,8 @@
  *          captured graph can be launched again for other positions.
  *          A row's result depends on that row alone: no order of a sum depends on T, n_seqs or the
  *          grid.
- * Build    --fmad=false: a fused operation is written fmaf(), as on the CPU. Every kernel compiles for
- *          sm_90a and sm_120a (99 KiB of shared memory a block, no wgmma, no clusters there).
+ * Build    --fmad=false: a fused operation is written fmaf(), as on the CPU. Every kernel compiles
+ *          for sm_90a and sm_120a (99 KiB of shared memory a block, no wgmma, no clusters there).
  */
 #ifndef KERN_CUDA_CUH
 #define KERN_CUDA_CUH
@@ -69,12 +70,14 @@ struct kern_stream {
     struct cuda_own *own;
 };
 
-/* Device scratch of one slot, 256-byte aligned, kept and grown between calls, contents undefined; NULL
- * (and an error kept for cuda_done) when there is none, or none may be taken any more (kern_dev_seal).
- * Growing waits for the stream. It gets a quarter more than was asked for: model_warm() counts on that. */
+/* Device scratch of one slot, 256-byte aligned, kept and grown between calls, contents undefined;
+ * NULL (and an error kept for cuda_done) when there is none, or none may be taken any more
+ * (kern_dev_seal). Growing waits for the stream. It gets a quarter more than was asked for:
+ * model_warm() counts on that. */
 void *cuda_scratch(struct kern_stream *s, enum cuda_slot slot, size_t bytes);
 
-/* The batch of this array of sequences, on the device until the next op. TOW_ENOMEM, TOW_EDEVICE. */
+/* The batch of this array of sequences, on the device until the next op. TOW_ENOMEM,
+ * TOW_EDEVICE. */
 int cuda_batch_of(struct kern_stream *s, const struct kern_seq *seqs, int32_t n_seqs,
                   struct cuda_batch *out);
 
@@ -83,8 +86,8 @@ const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct ke
 
 /* Are the codes of this placed array of MXFP4 in the form for products of codes? */
 bool cuda_placed_e4m3(struct kern_stream *s, const struct kern_weight *w);
-/* Enqueues that they are in bf16's from now on: once, for ops that cannot have products of codes. Not into a
- * graph; what is captured has run before. */
+/* Enqueues that they are in bf16's from now on: once, for ops that cannot have products of codes.
+ * Not into a graph; what is captured has run before. */
 int cuda_place_for_bf16(struct kern_stream *s, const struct kern_weight *w);
 
 /* A host array [n] of bytes to the device, until the next call of this function; NULL: no memory.
@@ -94,8 +97,9 @@ const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes);
 /* 0, or TOW_EDEVICE for anything that has failed on this stream, or TOW_ENOMEM in this pass. */
 int cuda_done(struct kern_stream *s, const char *op);
 
-/* Lets a kernel ask for up to `bytes` of dynamic shared memory, less what it holds statically and no more
- * than the device has. raised: by number of the device, so that it is asked for once on each. */
+/* Lets a kernel ask for up to `bytes` of dynamic shared memory, less what it holds statically and
+ * no more than the device has. raised: by number of the device, so that it is asked for once on
+ * each. */
 enum { CUDA_MAX_DEVICES = 64 };
 void cuda_raise_shared(const void *kernel, int bytes, bool *raised);
 /* Before each launch, on the device that is the thread's current one. */
@@ -105,10 +109,11 @@ void cuda_raise_shared(const void *kernel, int bytes, bool *raised);
         cuda_raise_shared((const void *)kernel, (int)(bytes), raised_);                            \
     } while (0)
 
-/* Launches a kernel that may begin before the one before it on the stream has ended: all of its threads
- * call cuda_await() before they read what other kernels write, or write anything. Batch metadata and
- * weights may be read earlier. With cuda_hurry() a kernel says that the next one may begin once all blocks
- * have said so; what only saves launching is lost nowhere else, for the next one waits in cuda_await(). */
+/* Launches a kernel that may begin before the one before it on the stream has ended: all of its
+ * threads call cuda_await() before they read what other kernels write, or write anything. Batch
+ * metadata and weights may be read earlier. With cuda_hurry() a kernel says that the next one may
+ * begin once all blocks have said so; what only saves launching is lost nowhere else, for the next
+ * one waits in cuda_await(). */
 template <typename... P, typename... A>
 static inline void cuda_launch_early(struct kern_stream *s, void (*kernel)(P...), dim3 grid,
                                      unsigned threads, size_t shared, A... args)

@@ -1,8 +1,8 @@
 /* kernels/cuda/dequant.cuh - placed weights to bf16 in registers.
  *
- * Why      Products run on the matrix unit in bf16, and every stored code is a bf16 number. Codes are
- *          moved into place by shifts and one product by a power of two makes their value, exactly,
- *          subnormal codes included.
+ * Why      Products run on the matrix unit in bf16, and every stored code is a bf16 number. Codes
+ *          are moved into place by shifts and one product by a power of two makes their value,
+ *          exactly, subnormal codes included.
  * Placed   kern_dev_place() leaves rows 16-byte aligned and changes, in each 32-bit word of a row:
  *            fp8     bytes k, k+2, k+1, k+3, so that the low bytes of both halves are a pair
  *            4-bit   eight codes; pair j = codes 2j, 2j+1 in the lower and the upper half, where a
@@ -10,15 +10,15 @@
  *                      pair 0: 15; 8 7 6     pair 1: 12; 5 4 3     (one shift and a mask, as a bf16
  *                      pair 2:  9; 2 1 0     pair 3: 13; 11 10 14   wants 15; 8 7 6)
  *          and MXFP4 scales: byte b becomes b + 110, the exponent of dev_e2m1x8's factor.
- *          MXFP4 arrays meant for products of codes (cuda_placed_e4m3) have another word, of nibbles: what
- *          prmt looks up, three bits of a code each, is in the order 0 2 1 3 in the lower half and 4 6
- *          5 7 in the upper; the signs of the former are on top of nibbles 1, 3, 5, 7, those of
- *          the latter on top of 0, 2, 4, 6.
- *          Behind the scales of these three formats lies a byte for each row, 1 if a code or a scale
- *          of it is NaN (cuda_nan_rows): NaN codes convert to numbers here, and such a row's sums are
- *          NaN whatever it is multiplied with. Scales of fp8 blocks carry their own NaN. Behind those of
- *          MXFP4 lies another for each row, the largest of its scales that is of any weight
- *          (cuda_row_tops).
+ *          MXFP4 arrays meant for products of codes (cuda_placed_e4m3) have another word, of
+ *          nibbles: what prmt looks up, three bits of a code each, is in the order 0 2 1 3 in the
+ *          lower half and 4 6 5 7 in the upper; the signs of the former are on top of nibbles 1, 3,
+ *          5, 7, those of the latter on top of 0, 2, 4, 6.
+ *          Behind the scales of these three formats lies a byte for each row, 1 if a code or a
+ *          scale of it is NaN (cuda_nan_rows): NaN codes convert to numbers here, and such a row's
+ *          sums are NaN whatever it is multiplied with. Scales of fp8 blocks carry their own NaN.
+ *          Behind those of MXFP4 lies another for each row, the largest of its scales that is of
+ *          any weight (cuda_row_tops).
  */
 #ifndef KERN_CUDA_DEQUANT_CUH
 #define KERN_CUDA_DEQUANT_CUH
@@ -88,8 +88,8 @@ static __device__ __forceinline__ void dev_e4m3x4(uint32_t v, uint32_t p[2])
     p[1] = dev_mul_bf16x2(p[1], 0x7b807b80u);
 }
 
-/* A placed word of 4-bit codes: p[j] = elements k+2j, k+2j+1, times factor (both halves: a scale times
- * 2^110, see below) and so the weight's value times 2^-16. */
+/* A placed word of 4-bit codes: p[j] = elements k+2j, k+2j+1, times factor (both halves: a scale
+ * times 2^110, see below) and so the weight's value times 2^-16. */
 #define DEV_E2M1_POST 65536.0f
 static __device__ __forceinline__ void dev_e2m1x8(uint32_t v, uint32_t factor, uint32_t p[4])
 {
@@ -113,8 +113,8 @@ static __device__ __forceinline__ uint32_t dev_nvfp4_factor(uint32_t code)
     return dev_mul_bf16x2(dev_twice(s & 0xffffu), 0x76807680u); /* 2^110 */
 }
 
-/* A word of nibbles (see above) as e4m3: p0 = elements k, k+2, k+1, k+3, p1 = k+4, k+6, k+5, k+7. table: what
- * codes 0 to 7 are. */
+/* A word of nibbles (see above) as e4m3: p0 = elements k, k+2, k+1, k+3, p1 = k+4, k+6, k+5, k+7.
+ * table: what codes 0 to 7 are. */
 static __device__ __forceinline__ void dev_e2m1x8_e4m3(uint32_t v, uint2 table, uint32_t *p0,
                                                        uint32_t *p1)
 {
@@ -125,9 +125,10 @@ static __device__ __forceinline__ void dev_e2m1x8_e4m3(uint32_t v, uint2 table, 
     *p0 = lower | (v & 0x80808080u);
     *p1 = upper | (v << 4 & 0x80808080u);
 }
-/* What codes 0 to 7 are in e4m3 if the largest placed scale of a row is `top` and theirs is `scale`: times 2^6
- * for top itself. A code's exponent and its scale's add up in e4m3's bits, 8 for a power of two, so all eight
- * are linear in scale. Down to 2^-5, where 0.5 is e4m3's least number that is not subnormal; 0 is always 0. */
+/* What codes 0 to 7 are in e4m3 if the largest placed scale of a row is `top` and theirs is
+ * `scale`: times 2^6 for top itself. A code's exponent and its scale's add up in e4m3's bits, 8 for
+ * a power of two, so all eight are linear in scale. Down to 2^-5, where 0.5 is e4m3's least number
+ * that is not subnormal; 0 is always 0. */
 static __device__ __forceinline__ uint2 dev_mxfp4_table(int top)
 {
     const uint32_t one = (uint32_t)(13 - top) * 8; /* plus 8 scale: 1 in e4m3 */

@@ -1,16 +1,16 @@
 /* kernels/cuda/dev.cu - the CUDA device: memory, streams, staging, placed weights, batch metadata.
  *
  * A pass announces its sequences once (kern_stream_batch): they, their tables of pages and the map
- * from rows to sequences go to one device buffer through pinned memory, and every op of the pass finds
- * them there. An op with another array (tests, audits, ranks of one row) sends it itself, through a
- * second buffer, and waits before it reuses that. Sending with every op was rejected: a layer has
- * five such ops, and a graph may not copy from memory that changes.
+ * from rows to sequences go to one device buffer through pinned memory, and every op of the pass
+ * finds them there. An op with another array (tests, audits, ranks of one row) sends it itself,
+ * through a second buffer, and waits before it reuses that. Sending with every op was rejected: a
+ * layer has five such ops, and a graph may not copy from memory that changes.
  *
  * Staging is a ring of pinned memory: a write copies there and enqueues the transfer; when the ring
  * is full it waits for the stream. So kern_stream_write() returns with its source free.
  *
- * A stream that has failed stays failed. One that found no memory, or was refused it, is whole: what
- * was asked for was not launched, and the next pass begins anew.
+ * A stream that has failed stays failed. One that found no memory, or was refused it, is whole:
+ * what was asked for was not launched, and the next pass begins anew.
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/dequant.cuh"
@@ -270,8 +270,8 @@ const void *cuda_send(struct kern_stream *s, const void *host, size_t bytes)
 }
 
 /* ------------------------------------------------------------------ graphs
- * The first time things run as they are, so that scratch has grown; the second time they are captured.
- * A graph knows addresses: when scratch or metadata has moved since, it is made anew. */
+ * The first time things run as they are, so that scratch has grown; the second time they are
+ * captured. A graph knows addresses: when scratch or metadata has moved since, it is made anew. */
 
 static struct graph *graph_of(struct cuda_own *o, uint64_t key)
 {
@@ -383,8 +383,8 @@ static int write_in(struct kern_stream *s, void *dst, const void *src, size_t by
     return o->rc;
 }
 
-/* What a step reads back is little and comes through pinned memory. Much is left to the driver, whose
- * own staging of memory that is not pinned was quicker than two pieces in turn here. */
+/* What a step reads back is little and comes through pinned memory. Much is left to the driver,
+ * whose own staging of memory that is not pinned was quicker than two pieces in turn here. */
 static int read_out(struct kern_stream *s, void *dst, const void *src, size_t bytes)
 {
     struct cuda_own *o = s->own;
@@ -479,9 +479,10 @@ static void place_words(struct kern_stream *s, const struct kern_weight *w, int3
                          (uint8_t *)(uintptr_t)w[i].scale, from, to);
 }
 
-/* Rows become 16-byte aligned and zero-padded, scales tight, codes as dequant.cuh wants them; the array
- * is one block with equal strides: all data, then all scales, then the table and room for what place.cu
- * says. An array of MXFP4 is one of experts: their products can be of codes, where all scales allow it. */
+/* Rows become 16-byte aligned and zero-padded, scales tight, codes as dequant.cuh wants them; the
+ * array is one block with equal strides: all data, then all scales, then the table and room for
+ * what place.cu says. An array of MXFP4 is one of experts: their products can be of codes, where
+ * all scales allow it. */
 static int place(struct kern_dev *dev, struct kern_weight *w, int32_t n, struct tow_err *err)
 {
     struct kern_stream *s = &dev->stream;

@@ -1,5 +1,6 @@
-/* kernels/cuda/kv.cuh - one layer's cache as kernels see it: where an entry lies, and one element of a
- * stored row. The device's copy of what kernels/kv_layout.h and kvpack/kvpack.h say; passed by value. */
+/* kernels/cuda/kv.cuh - one layer's cache as kernels see it: where an entry lies, and one element
+ * of a stored row. The device's copy of what kernels/kv_layout.h and kvpack/kvpack.h say; passed by
+ * value. */
 #ifndef KERN_CUDA_KV_CUH
 #define KERN_CUDA_KV_CUH
 

@@ -1,5 +1,5 @@
-/* kernels/cuda/math.cuh - exp and friends on the device: the very steps of kernels/cpu/math.h, so the
- * very bits of the CPU. */
+/* kernels/cuda/math.cuh - exp and friends on the device: the very steps of kernels/cpu/math.h, so
+ * the very bits of the CPU. */
 #ifndef KERN_CUDA_MATH_CUH
 #define KERN_CUDA_MATH_CUH
 
@@ -34,8 +34,8 @@ static __device__ __forceinline__ float dev_exp(float x)
         p * kern_float((uint32_t)(e1 + 127) << 23) * kern_float((uint32_t)(e2 + 127) << 23);
     return x != x ? x : y;
 }
-/* The same bits in half as many instructions where DEV_EXP_NEAR <= x <= 0: no scale is too small for one
- * step. The magic number has zeros where the shifted n ends. */
+/* The same bits in half as many instructions where DEV_EXP_NEAR <= x <= 0: no scale is too small
+ * for one step. The magic number has zeros where the shifted n ends. */
 #define DEV_EXP_NEAR (-86.0f)
 static __device__ __forceinline__ float dev_exp_near(float x)
 {
@@ -70,8 +70,8 @@ static __device__ __forceinline__ float dev_gate(float g, float u, float limit)
     return dev_silu(g) * u;
 }
 
-/* The same by the machine's own 2^x and 1/x, a quarter of the instructions: within 2^-18 for gates between -60
- * and 60, where whoever rounds it to bf16 keeps 2^-9; beyond, x or next to 0. */
+/* The same by the machine's own 2^x and 1/x, a quarter of the instructions: within 2^-18 for gates
+ * between -60 and 60, where whoever rounds it to bf16 keeps 2^-9; beyond, x or next to 0. */
 static __device__ __forceinline__ float dev_gate_near(float g, float u, float limit)
 {
     if (limit > 0) {

@@ -1,5 +1,5 @@
-/* kernels/cuda/place.cu - codes of placed weights brought into the form of dequant.cuh: one thread a
- * word, one a scale. Runs once per weight, at the speed of the copy before it. */
+/* kernels/cuda/place.cu - codes of placed weights brought into the form of dequant.cuh: one thread
+ * a word, one a scale. Runs once per weight, at the speed of the copy before it. */
 #include "kernels/cuda/place.cuh"
 
 #include "kernels/cuda/dequant.cuh"
@@ -72,8 +72,8 @@ static __global__ void scales_kernel(bool mx, int64_t n_scales, int64_t row_scal
     }
 }
 
-/* A warp a row: the largest of its placed MXFP4 scales, not counting NaN and those of zeros alone, and whether
- * the least of them is too far below. */
+/* A warp a row: the largest of its placed MXFP4 scales, not counting NaN and those of zeros alone,
+ * and whether the least of them is too far below. */
 static __global__ void tops_kernel(int64_t n, int64_t row_scales, const uint8_t *data,
                                    int64_t row_bytes, const uint8_t *scale, uint8_t *tops,
                                    struct cuda_place_says *says)

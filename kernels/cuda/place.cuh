@@ -1,4 +1,5 @@
-/* kernels/cuda/place.cuh - codes of placed weights brought into the form of kernels/cuda/dequant.cuh. */
+/* kernels/cuda/place.cuh - codes of placed weights brought into the form of
+ * kernels/cuda/dequant.cuh. */
 #ifndef KERN_CUDA_PLACE_CUH
 #define KERN_CUDA_PLACE_CUH
 
@@ -14,8 +15,9 @@ struct cuda_place_says {
     int32_t wide;    /* 1: an MXFP4 row's scales are further apart than CUDA_E4M3_SPREAD */
 };
 
-/* Scales of the matrix [n, k] whose rows of row_bytes at data and tight scales at scale were just copied;
- * behind the scales there is zeroed room up to cuda_scale_room(). Before cuda_place_words(). */
+/* Scales of the matrix [n, k] whose rows of row_bytes at data and tight scales at scale were just
+ * copied; behind the scales there is zeroed room up to cuda_scale_room(). Before
+ * cuda_place_words(). */
 void cuda_place_scales(cudaStream_t cu, enum kern_wfmt fmt, enum kern_sfmt sfmt, int32_t n,
                        int32_t k, const uint8_t *data, int64_t row_bytes, uint8_t *scale,
                        struct cuda_place_says *says);

@@ -1,7 +1,8 @@
 /* kernels/cuda/quant.cu - rows of activations quantized and back.
  *
- * One warp takes 128 elements of a row, four a lane: a block of A128, or eight of NVFP4, whose sixteen
- * elements lie in a quad. Scale and codes are the CPU's, so are NVFP4's divisions in double.
+ * One warp takes 128 elements of a row, four a lane: a block of A128, or eight of NVFP4, whose
+ * sixteen elements lie in a quad. Scale and codes are the CPU's, so are NVFP4's divisions in
+ * double.
  */
 #include "kernels/cuda/quant.cuh"
 
@@ -44,7 +45,8 @@ template <int BATCH> static __global__ void slots_kernel(struct cuda_quant q, ui
 {
     cudaTriggerProgrammaticLaunchCompletion();
     const uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * BATCH;
-    /* Word `lane` of a group: of instruction lane / 8, slots 2 c and 2 c + 8 of thread c = lane % 4. */
+    /* Word `lane` of a group: of instruction lane / 8, slots 2 c and 2 c + 8 of thread
+     * c = lane % 4. */
     const uint32_t from = lane % 4 * 8 + lane / 8 * 2 + lane / 4 % 2;
     const uint32_t row = first / per_row;
     uint32_t at = first % per_row, t = row, g = 0;
@@ -104,9 +106,9 @@ static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, uint32_t
     }
 }
 
-/* The same of bf16 rows that are whole blocks and may be read 16 bytes at a time: eight lanes have a block,
- * so that a warp has four at once, and loads STEPS times as many before it quantizes. 2^log_warps warps have
- * a row. */
+/* The same of bf16 rows that are whole blocks and may be read 16 bytes at a time: eight lanes have
+ * a block, so that a warp has four at once, and loads STEPS times as many before it quantizes.
+ * 2^log_warps warps have a row. */
 template <int STEPS>
 static __global__ void __launch_bounds__(32 * WARPS)
     whole_codes_kernel(struct cuda_codes q, uint32_t spans, int log_warps)

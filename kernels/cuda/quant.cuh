@@ -1,10 +1,10 @@
-/* kernels/cuda/quant.cuh - rows of activations as products read them: quantized and back, in bf16, or as
- * codes and scales; aligned and padded with zeros.
+/* kernels/cuda/quant.cuh - rows of activations as products read them: quantized and back, in bf16,
+ * or as codes and scales; aligned and padded with zeros.
  *
- * Numerics A128 as kern_roundtrip_e4m3(..., 128): e4m3 times a power of two is a bf16 number. NVFP4 as
- *          kern_roundtrip_nvfp4() without its last factor: the row comes divided by input_scale, which
- *          makes it a bf16 number; whoever sums multiplies the sum by input_scale. Wide rows (f32) have
- *          the factor in them and are equal to the CPU's.
+ * Numerics A128 as kern_roundtrip_e4m3(..., 128): e4m3 times a power of two is a bf16 number. NVFP4
+ *          as kern_roundtrip_nvfp4() without its last factor: the row comes divided by input_scale,
+ *          which makes it a bf16 number; whoever sums multiplies the sum by input_scale. Wide rows
+ *          (f32) have the factor in them and are equal to the CPU's.
  */
 #ifndef KERN_CUDA_QUANT_CUH
 #define KERN_CUDA_QUANT_CUH
@@ -25,8 +25,8 @@ struct cuda_quant {
     void *out;                 /* device [T, groups, Kp] */
     int32_t Kp;                /* a multiple of 8, at least K; elements from K on become zero */
     bool wide;                 /* out is f32, else bf16 */
-    bool slots; /* bf16: each 64 elements in the order of slots that mma.cuh speaks of, so
-                                * that sixteen in a row are what one instruction has; Kp whole groups */
+    bool slots; /* bf16: each 64 elements in the order of slots that mma.cuh speaks of, so that
+                                * sixteen in a row are what one instruction has; Kp whole groups */
 };
 void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q);
 
@@ -37,8 +37,8 @@ struct cuda_codes {
     int64_t ld_x;
     int32_t T, groups, K;
     const int32_t *rows;
-    /* device [T, groups, Kp] e4m3, each four in the order of placed weights (k, k + 2, k + 1, k + 3);
-     * Kp: cuda_code_width(K); from K on zeros */
+    /* device [T, groups, Kp] e4m3, each four in the order of placed weights (k, k + 2,
+     * k + 1, k + 3); Kp: cuda_code_width(K); from K on zeros */
     uint8_t *codes;
     float *scales; /* device [groups * Kp / 128, ld_scales]: of each row's block, as a number */
     int64_t ld_scales;
@@ -56,7 +56,8 @@ static inline __host__ __device__ int32_t cuda_row_width(int32_t K)
     return (K + 63) / 64 * 64;
 }
 
-/* The same inside a kernel. A warp takes 128 elements of a row, from a multiple of 128 on, four a lane. */
+/* The same inside a kernel. A warp takes 128 elements of a row, from a multiple of 128 on, four a
+ * lane. */
 
 /* Rows x, ld apart, let their elements be read four at a time. */
 static inline bool cuda_by_fours(const void *x, enum kern_dtype t, int64_t ld, int32_t K,
@@ -91,7 +92,8 @@ static __device__ __forceinline__ float dev_round_e4m3(float v)
     return dev_e4m3_decode((uint8_t)__nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3));
 }
 
-/* Largest magnitude over `lanes` neighbouring lanes' four values, a power of two; NaN is passed over. */
+/* Largest magnitude over `lanes` neighbouring lanes' four values, a power of two; NaN is passed
+ * over. */
 template <int LANES> static __device__ __forceinline__ float dev_amax4(const float v[4])
 {
     float m = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
@@ -123,8 +125,9 @@ static __device__ __forceinline__ uint32_t dev_codes4_a128(const float v[4], flo
     return dev_codes4(u);
 }
 
-/* A128 of a block of 128 bf16 elements that eight neighbouring lanes have, two times eight each; every lane
- * calls it and gets its block's scale, and in x and y of v[j] the codes of v[j]'s eight elements. */
+/* A128 of a block of 128 bf16 elements that eight neighbouring lanes have, two times eight each;
+ * every lane calls it and gets its block's scale, and in x and y of v[j] the codes of v[j]'s eight
+ * elements. */
 static __device__ __forceinline__ float dev_codes16_a128(uint4 (&v)[2])
 {
     __nv_bfloat162 m = __float2bfloat162_rn(0.0f);

@@ -1,8 +1,8 @@
-/* kernels/cuda/row.cuh - a row of floats in shared memory, worked on by a team of threads: the device's
- * twin of kernels/cpu/row.h, with the same bits.
+/* kernels/cuda/row.cuh - a row of floats in shared memory, worked on by a team of threads: the
+ * device's twin of kernels/cpu/row.h, with the same bits.
  *
- * Team     N threads: one warp (32), or the whole block when N is more. `me` is the thread's number in
- *          its team. All of the team call a function together; when it returns, all see the row.
+ * Team     N threads: one warp (32), or the whole block when N is more. `me` is the thread's number
+ *          in its team. All of the team call a function together; when it returns, all see the row.
  * Sums     in the CPU's order, sixteen lanes: short rows (heads, keys) can afford that, and what is
  *          quantized afterwards is then equal byte by byte.
  * Rows     16-byte aligned.
@@ -41,8 +41,8 @@ static __device__ __forceinline__ uint4 dev_pack8(const float f[8])
     return make_uint4(dev_pack2(f[0], f[1]), dev_pack2(f[2], f[3]), dev_pack2(f[4], f[5]),
                       dev_pack2(f[6], f[7]));
 }
-/* Over the lanes of a warp, which has 32 neighbouring pieces of eight elements of a row: rmsnorm and the
- * boundary, where other threads have them, add them up in this order. */
+/* Over the lanes of a warp, which has 32 neighbouring pieces of eight elements of a row: rmsnorm
+ * and the boundary, where other threads have them, add them up in this order. */
 static __device__ __forceinline__ float dev_pieces_sum(float v)
 {
     v += __shfl_xor_sync(0xffffffffu, v, 4);

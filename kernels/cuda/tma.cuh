@@ -1,12 +1,12 @@
 /* kernels/cuda/tma.cuh - tiles of rows to shared memory by the copy engine (sm_90a), barriers that
  * count what has come, and neighbours in a cluster; as single instructions.
  *
- * Tiles    cuda_tile_map() describes rows of bytes in device memory once a launch; a kernel takes it as
- *          `const __grid_constant__ CUtensorMap`. A tile is `rows` rows of 128 bytes and lies in shared
- *          memory as wgmma_rows() wants it, its start aligned to 1024. What is beyond the last row or
- *          byte comes as zeros, and counts as come.
- * Barriers full: one arrival, by bar_expect() with the bytes of all copies; empty: one by each reader.
- *          Phase n (from 0) is over when bar_wait(bar, n & 1) returns.
+ * Tiles    cuda_tile_map() describes rows of bytes in device memory once a launch; a kernel takes
+ *          it as `const __grid_constant__ CUtensorMap`. A tile is `rows` rows of 128 bytes and lies
+ *          in shared memory as wgmma_rows() wants it, its start aligned to 1024. What is beyond the
+ *          last row or byte comes as zeros, and counts as come.
+ * Barriers full: one arrival, by bar_expect() with the bytes of all copies; empty: one by each
+ *          reader. Phase n (from 0) is over when bar_wait(bar, n & 1) returns.
  * Source   PTX ISA, "Asynchronous copy" and "mbarrier".
  */
 #ifndef KERN_CUDA_TMA_CUH
@@ -17,22 +17,22 @@
 
 enum { TILE_BYTES = 128 /* of a row */ };
 
-/* n_rows rows at `base`, each `width` bytes, ld apart; base and ld multiples of 16, rows <= 256. False: the
- * driver refuses. */
+/* n_rows rows at `base`, each `width` bytes, ld apart; base and ld multiples of 16, rows <= 256.
+ * False: the driver refuses. */
 bool cuda_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
                    int rows);
 /* The same in tiles of 64 bytes a row, one row after the other, nothing swizzled. */
 bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width,
                         int64_t ld, int rows);
 
-/* n such matrices, step bytes (a multiple of 16) apart, in tiles of `bytes` a row: 128 as above, else one row
- * after the other. What is beyond a matrix's last row comes as zeros, too. */
+/* n such matrices, step bytes (a multiple of 16) apart, in tiles of `bytes` a row: 128 as above,
+ * else one row after the other. What is beyond a matrix's last row comes as zeros, too. */
 bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
                     int64_t n, int64_t step, int rows, int bytes);
 
-/* Results, bf16 [n_rows, groups, width] with rows ld elements apart, which leave by tile_store() in tiles
- * of `rows` x 64 swizzled as above; what is beyond the last row or the width is not written. False too
- * where the copy engine cannot: y and its rows must be 16-byte aligned, and groups. */
+/* Results, bf16 [n_rows, groups, width] with rows ld elements apart, which leave by tile_store() in
+ * tiles of `rows` x 64 swizzled as above; what is beyond the last row or the width is not written.
+ * False too where the copy engine cannot: y and its rows must be 16-byte aligned, and groups. */
 bool cuda_store_map(CUtensorMap *map, const void *y, int64_t n_rows, int groups, int64_t width,
                     int64_t ld, int rows);
 
@@ -91,7 +91,8 @@ static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parit
                  "r"(parity)
                  : "memory");
 }
-/* Stores to a block of the cluster, counted in bytes by its barrier; both as dev_shared_of() has them. */
+/* Stores to a block of the cluster, counted in bytes by its barrier; both as dev_shared_of() has
+ * them. */
 static __device__ __forceinline__ void put_at(uint32_t to, uint32_t bar, float v)
 {
     asm volatile(
@@ -118,7 +119,8 @@ static __device__ __forceinline__ void tile_load(void *to, const CUtensorMap *ma
                  : "memory");
 }
 /* The same tile to L2. */
-static __device__ __forceinline__ void tile_prefetch(const CUtensorMap *map, int32_t at, int32_t row)
+static __device__ __forceinline__ void tile_prefetch(const CUtensorMap *map, int32_t at,
+                                                     int32_t row)
 {
     asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %2}];" ::"l"(map),
                  "r"(at), "r"(row)
@@ -162,8 +164,8 @@ static __device__ __forceinline__ void bulk_load_to(void *to, const void *from, 
                  : "memory");
 }
 
-/* A tile of results, after wgmma_shared() in its writers and their barrier. Stores of a thread that were
- * committed together are a group. */
+/* A tile of results, after wgmma_shared() in its writers and their barrier. Stores of a thread that
+ * were committed together are a group. */
 static __device__ __forceinline__ void tile_store(const CUtensorMap *map, const void *from,
                                                   int32_t at, int32_t group, int32_t row)
 {

@@ -1,17 +1,19 @@
 /* kernels/cuda/wgmma.cuh - the matrix unit by whole warpgroups (sm_90a), as single instructions.
  *
- * Shape    d [64, N] (+)= a [64, k] b [k, N]; k = 16 bf16 or f16, or 32 e4m3, 32 bytes of a row either way. Warp w
- *          of the group has rows 16 w on; with g = lane / 4, c = lane % 4, d[4 n + e] is row g + 8 (e / 2),
- *          column 8 n + 2 c + e % 2. `a` from registers lies as dev_mma's (e4m3: four k to a word,
- *          slots 4 c on, the upper two words 16 + 4 c on); from shared memory by a descriptor.
- * Sums     The same sums have the same bits at every N, and with `a` from registers or shared memory
- *          (seen on an H200). bf16: also those of dev_mma with the same slots. e4m3: sums keep about 13 bits
- *          below the largest product, an error of 2^-14.3 of the sum of magnitudes (rms; worst 2^-10.3, where
- *          dev_mma has 2^-21.6): so 128 products are summed at most before they go to an f32 total.
- *          mma.sync of e4m3 is another thing on this chip: it multiplies as f16.
- * Use      wgmma_fence(), instructions, wgmma_commit(), wgmma_wait<left>(). Registers of d and a must not
- *          be touched between. What threads wrote to shared memory is for wgmma after wgmma_shared() in
- *          each writer and a barrier.
+ * Shape    d [64, N] (+)= a [64, k] b [k, N]; k = 16 bf16 or f16, or 32 e4m3, 32 bytes of a row
+ *          either way. Warp w of the group has rows 16 w on; with g = lane / 4, c = lane % 4,
+ *          d[4 n + e] is row g + 8 (e / 2), column 8 n + 2 c + e % 2. `a` from registers lies as
+ *          dev_mma's (e4m3: four k to a word, slots 4 c on, the upper two words 16 + 4 c on); from
+ *          shared memory by a descriptor.
+ * Sums     The same sums have the same bits at every N, and with `a` from registers or shared
+ *          memory (seen on an H200). bf16: also those of dev_mma with the same slots. e4m3: sums
+ *          keep about 13 bits below the largest product, an error of 2^-14.3 of the sum of
+ *          magnitudes (rms; worst 2^-10.3, where dev_mma has 2^-21.6): so 128 products are summed
+ *          at most before they go to an f32 total. mma.sync of e4m3 is another thing on this chip:
+ *          it multiplies as f16.
+ * Use      wgmma_fence(), instructions, wgmma_commit(), wgmma_wait<left>(). Registers of d and a
+ *          must not be touched between. What threads wrote to shared memory is for wgmma after
+ *          wgmma_shared() in each writer and a barrier.
  * Source   PTX ISA, "Asynchronous Warpgroup Level Matrix Instructions".
  */
 #ifndef KERN_CUDA_WGMMA_CUH
@@ -45,17 +47,17 @@ template <int N> static __device__ __forceinline__ void wgmma_pin(float (&d)[N])
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-/* Rows of 128 bytes in the 128-byte swizzle (16-byte piece p of row r lies at p ^ (r & 7)), eight rows
- * 1024 bytes, the first aligned to 1024. + 2 i: from 32 bytes of a row further on. */
+/* Rows of 128 bytes in the 128-byte swizzle (16-byte piece p of row r lies at p ^ (r & 7)), eight
+ * rows 1024 bytes, the first aligned to 1024. + 2 i: from 32 bytes of a row further on. */
 static __device__ __forceinline__ uint64_t wgmma_rows(const void *shared)
 {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(shared);
     return (uint64_t)(at >> 4 & 0x3fff) | (uint64_t)1 << 16 | (uint64_t)(1024 >> 4) << 32 |
            (uint64_t)1 << 62;
 }
-/* Operand b of bf16 with k along the rows of shared memory ("transposed"): blocks of 64 columns (128
- * bytes in the same swizzle) x 8 k are 1024 bytes; block_bytes from one block of 64 columns to the next,
- * eight k further on are k_bytes. */
+/* Operand b of bf16 with k along the rows of shared memory ("transposed"): blocks of 64 columns
+ * (128 bytes in the same swizzle) x 8 k are 1024 bytes; block_bytes from one block of 64 columns to
+ * the next, eight k further on are k_bytes. */
 static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int block_bytes,
                                                          int k_bytes)
 {

@@ -99,8 +99,8 @@ static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensor
     }
 }
 
-/* The finished tile of a warp, 64 columns at a time: they are turned in shared memory and leave by the copy
- * engine, two pieces under way; the next tile begins meanwhile. */
+/* The finished tile of a warp, 64 columns at a time: they are turned in shared memory and leave by
+ * the copy engine, two pieces under way; the next tile begins meanwhile. */
 template <int H>
 static __device__ __forceinline__ void store(const CUtensorMap &y, const struct place &at,
                                              uint8_t (&out)[2][OUT], const float (&total)[H][64])
@@ -174,8 +174,8 @@ static __device__ __forceinline__ void add(float *total, const float (&sum)[CHUN
     for (int i = 0; i < CHUNK / 2; i++) total[i] = fmaf(sum[i], scale[i % 4 / 2], total[i]);
 }
 
-/* The second warpgroup begins LAG blocks after the first, so that each has the matrix unit to itself while
- * the other one stores. */
+/* The second warpgroup begins LAG blocks after the first, so that each has the matrix unit to
+ * itself while the other one stores. */
 template <int H>
 static __device__ __forceinline__ void multiply(const CUtensorMap &y, const struct cuda_product &p,
                                                 struct layout<H> *l, int32_t items, bool by_tiles)

@@ -1,5 +1,5 @@
-/* kernels/gemm/codes_narrow_cuda.cu - up to 128 rows of e4m3 codes times few fp8 weight rows as they are
- * stored: a decode product of the fp8 kind, on sm_90a.
+/* kernels/gemm/codes_narrow_cuda.cu - up to 128 rows of e4m3 codes times few fp8 weight rows as
+ * they are stored: a decode product of the fp8 kind, on sm_90a.
  *
  * Here rows of x are on the M side of the matrix unit, 64 to a warpgroup whether they are there or
  * not, and weight rows are columns: so a tile may have as few weight rows as it takes to give every
@@ -9,8 +9,8 @@
  * order.
  * A row or two of x: every block of threads quantizes them for itself, into shared memory and while
  * its first weights are on their way, which is faster than another launch. More: they come as codes
- * through the ring. Clusters that fetch rows of x together were tried: 41 us for wo_b at 64 rows, not
- * 22. Twice the bytes under way and L2 lines in pairs make no difference.
+ * through the ring. Clusters that fetch rows of x together were tried: 41 us for wo_b at 64 rows,
+ * not 22. Twice the bytes under way and L2 lines in pairs make no difference.
  */
 #include "kernels/cuda/quant.cuh"
 #include "kernels/cuda/tma.cuh"
@@ -57,7 +57,8 @@ struct bars {
     uint64_t full[MOST_STAGES], empty[MOST_STAGES];
 };
 
-/* What one block of threads has: tiles tile, tile + step ..., n of them; some may be beyond the last. */
+/* What one block of threads has: tiles tile, tile + step ..., n of them; some may be beyond the
+ * last. */
 struct share {
     uint8_t *x, *ring;
     float *x_scales, *w_scales; /* [n_blocks, T], [n, n_blocks] */
@@ -67,7 +68,8 @@ struct share {
 };
 
 enum part { WEIGHTS, ROWS, REST };
-/* The ring: weights of the first round, before there is x; rows of the first round; then all else. */
+/* The ring: weights of the first round, before there is x; rows of the first round; then all
+ * else. */
 template <int T, int R, bool OWN>
 static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensorMap &w,
                                             const struct cuda_product &p, const struct share &m,
@@ -102,7 +104,8 @@ static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensor
     }
 }
 
-/* Rows of x of this group, quantized; and all their scales. A warp takes four blocks of 128 at a time. */
+/* Rows of x of this group, quantized; and all their scales. A warp takes four blocks of 128 at a
+ * time. */
 template <int T, int WARPS>
 static __device__ __forceinline__ void own_rows(const struct cuda_product &p, const struct share &m)
 {
@@ -198,9 +201,9 @@ static __device__ __forceinline__ void multiply(const struct cuda_product &p, co
         for (int32_t b0 = 0; b0 < m.n_blocks; b0 += D) {
             float sum[D][R / 2], scale[D][2];
             const int32_t n_blocks = m.n_blocks - b0 < D ? m.n_blocks - b0 : (int32_t)D;
-            /* After the last block others are multiplied, for nothing: a condition there would make the
-             * compiler wait for each instruction. So would sums that are under way from one turn to the
-             * next. */
+            /* After the last block others are multiplied, for nothing: a condition there would make
+             * the compiler wait for each instruction. So would sums that are under way from one
+             * turn to the next. */
 #pragma unroll
             for (int d = 0; d < D; d++) {
                 const uint8_t *stage = m.ring + slot * C::STAGE;
@@ -377,7 +380,8 @@ bool cuda_product_codes_narrow(struct kern_stream *s, const struct cuda_product 
 
 bool cuda_codes_narrow_fits(const struct kern_stream *s, const struct cuda_product *p)
 {
-    /* Of many weight rows narrow_cuda.cu gives every multiprocessor broader tiles; to 8 rows it is as fast. */
+    /* Of many weight rows narrow_cuda.cu gives every multiprocessor broader tiles; to 8 rows it is
+     * as fast. */
     return p->T <= 128 && (p->T > 8 || cuda_codes_own(p)) &&
            p->K <= 160 * BLOCK_K /* scales of 128 rows, beside a ring */ &&
            cuda_ceil(p->N, BLOCK_N) * p->groups < s->n_sm;

@@ -1,21 +1,22 @@
-/* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product, but for
- * what narrow_cuda.cu takes on sm_90a (more than 8 rows of fp8 or bf16 weights; codes); more rows of a
- * narrow product.
+/* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product,
+ * but for what narrow_cuda.cu takes on sm_90a (more than 8 rows of fp8 or bf16 weights; codes);
+ * more rows of a narrow product.
  *
- * A warp streams 16 weight rows from memory straight into registers, several groups of 64 k ahead, so
- * that enough bytes are under way without a barrier; the other operand is NT times eight columns of
- * activations. The warps of a block of threads share out the weight rows and, in turns, the blocks of
- * 128 k; each block's sum goes to shared memory, and now and then one thread per output adds them in
- * ascending order. That order knows nothing of how many warps there were.
- * A narrow product has fewer tiles of rows than the machine has multiprocessors: there a cluster of blocks
- * of threads shares out the blocks of k, and all leave their sums with the first of them.
- * Products of many tiles: as many blocks of threads as fit the machine, each with several tiles, whose
- * loads go on across the end of one tile into the next.
- * A small x (one row, or a few short ones) is quantized by each block of threads for itself, into shared
- * memory and while its first weights are on their way: that takes less time than another launch.
- * Several products of the same rows, up to eight, are one launch, each with its share of the blocks of
- * threads; a norm or a rotation of a small x before them is made on that way too. To ask for the weights of
- * all tiles at the begin (prefetch to the second-level cache) made them slower.
+ * A warp streams 16 weight rows from memory straight into registers, several groups of 64 k ahead,
+ * so that enough bytes are under way without a barrier; the other operand is NT times eight columns
+ * of activations. The warps of a block of threads share out the weight rows and, in turns, the
+ * blocks of 128 k; each block's sum goes to shared memory, and now and then one thread per output
+ * adds them in ascending order. That order knows nothing of how many warps there were.
+ * A narrow product has fewer tiles of rows than the machine has multiprocessors: there a cluster of
+ * blocks of threads shares out the blocks of k, and all leave their sums with the first of them.
+ * Products of many tiles: as many blocks of threads as fit the machine, each with several tiles,
+ * whose loads go on across the end of one tile into the next.
+ * A small x (one row, or a few short ones) is quantized by each block of threads for itself, into
+ * shared memory and while its first weights are on their way: that takes less time than another
+ * launch.
+ * Several products of the same rows, up to eight, are one launch, each with its share of the blocks
+ * of threads; a norm or a rotation of a small x before them is made on that way too. To ask for the
+ * weights of all tiles at the begin (prefetch to the second-level cache) made them slower.
  */
 #include "kernels/cuda/quant.cuh"
 #include "kernels/cuda/row.cuh"
@@ -175,8 +176,9 @@ static __device__ __forceinline__ void own_change(const struct cuda_product &p,
     }
 }
 
-/* The part of T rows of x that this block of threads needs, to shared memory, changed and quantized, ld
- * elements apart: of every kw * ks blocks of k the kw, a power of two, from my_k0 on. */
+/* The part of T rows of x that this block of threads needs, to shared memory, changed and
+ * quantized, ld elements apart: of every kw * ks blocks of k the kw, a power of two, from my_k0
+ * on. */
 template <enum before HOW>
 static __device__ __forceinline__ void
 own_rows(const struct cuda_product &p, const uint16_t *x, int32_t T, int kw, int ks, int my_k0,
@@ -227,7 +229,8 @@ own_rows(const struct cuda_product &p, const uint16_t *x, int32_t T, int kw, int
     }
 }
 
-/* Clusters, where there are any. A block of threads has begun, is as far as this, waits for the others. */
+/* Clusters, where there are any. A block of threads has begun, is as far as this, waits for the
+ * others. */
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 static __device__ __forceinline__ void cluster_begin(void)
 {
@@ -267,8 +270,8 @@ static __device__ __forceinline__ void meet(int ks)
     }
 }
 
-/* What the end of a tile needs besides sums, asked for early: a scale, as stored, and the mark of a NaN row
- * each thread. first: the tile's first row, of all; rows: as many as it has. */
+/* What the end of a tile needs besides sums, asked for early: a scale, as stored, and the mark of a
+ * NaN row each thread. first: the tile's first row, of all; rows: as many as it has. */
 struct side {
     uint32_t scale;
     uint8_t nan;
@@ -304,12 +307,14 @@ static __device__ __forceinline__ void side_put(const struct cuda_product &p, co
         scales[i] = scale_of(p, side_scale(p, first, n_blocks, i));
 }
 
-/* One block's share of a product: the tiles that it takes, the first one of a group and every so many-th. */
+/* One block's share of a product: the tiles that it takes, the first one of a group and every so
+ * many-th. */
 struct share {
     int32_t tile, step, tiles, group, column; /* column: of 8 * NT rows of x */
     int rank;                                 /* in its cluster */
-    /* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their own;
-     * `held` block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they are added. */
+    /* kw warps of each of ks blocks of threads share the blocks of k, WARPS / kw have rows of their
+     * own; `held` block sums, a multiple of D / 2 * kw * ks, of each 16 rows are kept before they
+     * are added. */
     int kw, ks, held;
 };
 
@@ -318,8 +323,8 @@ static __device__ __forceinline__ void
 few_tiles(const struct cuda_product &p, const struct share &sh, const struct change &change)
 {
     enum { D = shape<F, NT, OWN>::D };
-    /* nans [WARPS * ROWS]; scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS]; x
-     * [T][x_ld]; NORMED: squares [T][NORM_SPANS] */
+    /* nans [WARPS * ROWS]; scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS];
+     * x [T][x_ld]; NORMED: squares [T][NORM_SPANS] */
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
     const int kw = sh.kw, ks = sh.ks, held = sh.held, rank = sh.rank, all_k = kw * ks;
@@ -488,9 +493,9 @@ static __global__ void __launch_bounds__(THREADS, shape<F, NT, OWN>::PER_SM)
     few_tiles<F, NT, OWN, AS_THEY_ARE>(p, sh, change());
 }
 
-/* Warps that share k. Eight groups a warp or more; but many columns want many rows beside each other, which
- * share x in the first-level cache. Narrow products, whose 16 rows times kw are tiles(kw): rather more blocks
- * of threads, each with less of k a warp. */
+/* Warps that share k. Eight groups a warp or more; but many columns want many rows beside each
+ * other, which share x in the first-level cache. Narrow products, whose 16 rows times kw are
+ * tiles(kw): rather more blocks of threads, each with less of k a warp. */
 template <typename TILES>
 static int warps_of_k(const struct kern_stream *s, int nt, int32_t n_blocks, TILES tiles)
 {
@@ -570,9 +575,10 @@ static void launch(struct kern_stream *s, const struct cuda_product *p)
                *p, (int32_t)tiles, kw, ks, held);
 }
 
-/* ------------------------------------------------------------------ several products of the same rows */
+/* ------------------------------------------------------------------ several products at once */
 
-/* A product and its blocks of threads: `across` clusters for each of its groups, from block `begin` on. */
+/* A product and its blocks of threads: `across` clusters for each of its groups, from block `begin`
+ * on. */
 struct part {
     struct cuda_product p;
     enum kern_wfmt fmt;

@@ -1,12 +1,15 @@
-/* kernels/gemm/frame.cuh - the frame of codes_cuda.cu and wide_cuda.cu, products of many rows on sm_90a.
+/* kernels/gemm/frame.cuh - the frame of codes_cuda.cu and wide_cuda.cu, products of many rows on
+ * sm_90a.
  *
- * Roles    A block of threads has one for each multiprocessor and makes tiles, one after the other: one thread
- *          keeps a ring of stages filled by the copy engine, two warpgroups multiply from there. Two blocks
- *          of threads are a cluster; what both need each fetches half of, for both.
- * Ring     A stage is full when its bytes have come, empty when all warps that multiply, of both blocks, have
- *          said so (ring_read).
- * Not so   Rows of x quantized in the same launch, by warps that do not multiply while tiles before are under
- *          way: slower than a launch of its own (584 us, not 534, for wo_b at 8192 rows; wq_a 144, not 90).
+ * Roles    A block of threads has one for each multiprocessor and makes tiles, one after the other:
+ *          one thread keeps a ring of stages filled by the copy engine, two warpgroups multiply
+ *          from there. Two blocks of threads are a cluster; what both need each fetches half of,
+ *          for both.
+ * Ring     A stage is full when its bytes have come, empty when all warps that multiply, of both
+ *          blocks, have said so (ring_read).
+ * Not so   Rows of x quantized in the same launch, by warps that do not multiply while tiles before
+ *          are under way: slower than a launch of its own (584 us, not 534, for wo_b at 8192 rows;
+ *          wq_a 144, not 90).
  */
 #ifndef KERN_GEMM_FRAME_CUH
 #define KERN_GEMM_FRAME_CUH
@@ -25,9 +28,9 @@ template <int S> struct ring_bars {
     uint64_t full[S], empty[S];
 };
 
-/* What a cluster does next: tile t of rows of x times tile n of weight rows, `across` and `down` of them in a
- * group. Tiles that run at the same time are near each other in both directions, so that few rows are read
- * from memory for many tiles. */
+/* What a cluster does next: tile t of rows of x times tile n of weight rows, `across` and `down` of
+ * them in a group. Tiles that run at the same time are near each other in both directions, so that
+ * few rows are read from memory for many tiles. */
 struct tile_place {
     int32_t group, t, n;
 };

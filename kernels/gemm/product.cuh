@@ -1,10 +1,11 @@
-/* kernels/gemm/product.cuh - what products of rows with placed weights share: the arguments, which kernel
- * takes which, and 16 weight rows x 64 k as operands of the matrix unit.
+/* kernels/gemm/product.cuh - what products of rows with placed weights share: the arguments, which
+ * kernel takes which, and 16 weight rows x 64 k as operands of the matrix unit.
  *
- * Numerics One order for all of bf16 rows: k in blocks of 128; in a block eight instructions of 16 k, ascending (slots
- *          as in mma.cuh, weights on the M side), start from zero; sum = fmaf(block, scale, sum), blocks
- *          ascending, scale being the fp8 block's, else 1; at last the sum times `post`. An f32 weight is
- *          the sum of three bf16 numbers, exactly: three instructions, the largest part first.
+ * Numerics One order for all of bf16 rows: k in blocks of 128; in a block eight instructions of 16
+ *          k, ascending (slots as in mma.cuh, weights on the M side), start from zero; sum =
+ *          fmaf(block, scale, sum), blocks ascending, scale being the fp8 block's, else 1; at last
+ *          the sum times `post`. An f32 weight is the sum of three bf16 numbers, exactly: three
+ *          instructions, the largest part first.
  *          So block sums may be made anywhere, and only their chain has a place.
  */
 #ifndef KERN_GEMM_PRODUCT_CUH
@@ -15,8 +16,8 @@
 #include "kernels/cuda/mma.cuh"
 
 struct cuda_product {
-    /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart; unless own, all 16-byte aligned and
-     * with Kx elements to be read. */
+    /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart; unless own, all 16-byte
+     * aligned and with Kx elements to be read. */
     const uint16_t *x;
     int64_t ld_x, x_group;
     const uint8_t *w; /* placed [groups * N, K] */
@@ -32,8 +33,8 @@ struct cuda_product {
     bool own, by_fours;
     enum kern_act_quant aq; /* none or A128 */
     bool after_quant;       /* the launch before this one quantizes x */
-    /* Products of codes: x instead, [T, groups, Kx] e4m3, and its scales [groups * Kx / 128, ld_scales]
-     * (cuda_codes of quant.cuh); Kx whole blocks of 128, ld_scales of CUDA_CODES_T. */
+    /* Products of codes: x instead, [T, groups, Kx] e4m3, and its scales [groups * Kx / 128,
+     * ld_scales] (cuda_codes of quant.cuh); Kx whole blocks of 128, ld_scales of CUDA_CODES_T. */
     const uint8_t *codes;
     const float *x_scales;
     int64_t ld_scales;
@@ -49,8 +50,8 @@ bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 void cuda_product_many(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 
-/* Several products of the same few rows in one launch; each with the bits that it has alone. own: their blocks of
- * threads quantize the rows for themselves, and norm or rotate them on that way. */
+/* Several products of the same few rows in one launch; each with the bits that it has alone. own:
+ * their blocks of threads quantize the rows for themselves, and norm or rotate them on that way. */
 enum {
     CUDA_SET_MOST = 8,
     CUDA_SET_ELEMENTS = 8 << 10 /* of x, if own */
@@ -68,11 +69,12 @@ bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_set_fits(const struct cuda_set *a);
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
 
-/* By wgmma, on sm_90a. Kx is whole blocks of 128 k, x is tight and aligned, and with k in the order of
- * slots. False: the driver refused to describe the operands.
- * Products of codes (x as codes, cuda_fp8_products): a block of 128 k is four instructions of 32 k, ascending,
- * from zero; then sum = fmaf(block, weight's scale * row's scale, sum), blocks ascending. Which operand is
- * on the M side makes no difference to the bits. NaN codes are NaN to the matrix unit itself. */
+/* By wgmma, on sm_90a. Kx is whole blocks of 128 k, x is tight and aligned, and with k in the order
+ * of slots. False: the driver refused to describe the operands.
+ * Products of codes (x as codes, cuda_fp8_products): a block of 128 k is four instructions of 32 k,
+ * ascending, from zero; then sum = fmaf(block, weight's scale * row's scale, sum), blocks
+ * ascending. Which operand is on the M side makes no difference to the bits. NaN codes are NaN to
+ * the matrix unit itself. */
 bool cuda_codes_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 /* Up to 128 rows, and more where there are few weight rows. */
 bool cuda_narrow_fits(const struct kern_stream *s, enum kern_wfmt fmt,
@@ -82,8 +84,8 @@ bool cuda_product_narrow(struct kern_stream *s, enum kern_wfmt fmt, const struct
 bool cuda_wide_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_product_wide(struct kern_stream *s, const struct cuda_product *p);
 bool cuda_product_codes(struct kern_stream *s, const struct cuda_product *p);
-/* Up to 128 rows of codes where there are few weight rows. Small x (cuda_codes_own) is left to it: codes NULL,
- * x as it came. */
+/* Up to 128 rows of codes where there are few weight rows. Small x (cuda_codes_own) is left to it:
+ * codes NULL, x as it came. */
 bool cuda_codes_narrow_fits(const struct kern_stream *s, const struct cuda_product *p);
 bool cuda_codes_own(const struct cuda_product *p);
 bool cuda_product_codes_narrow(struct kern_stream *s, const struct cuda_product *p);
@@ -212,9 +214,10 @@ static __device__ __forceinline__ float finished(const struct cuda_product &p, i
     return sum * p.post;
 }
 
-/* Piece i % PIECES of 16 bytes of each of ROWS rows, ld bytes apart, to shared memory, rows LD bytes apart
- * there; i is this thread's number. Rows after `last` are `last` again: their sums go nowhere. swizzled: in
- * rows of 128 bytes, a piece's place is exchanged with the row's number, as wgmma wants it. */
+/* Piece i % PIECES of 16 bytes of each of ROWS rows, ld bytes apart, to shared memory, rows LD
+ * bytes apart there; i is this thread's number. Rows after `last` are `last` again: their sums go
+ * nowhere. swizzled: in rows of 128 bytes, a piece's place is exchanged with the row's number, as
+ * wgmma wants it. */
 template <int ROWS, int PIECES, int LD, int THREADS, bool SWIZZLED>
 static __device__ __forceinline__ void fetch_rows(uint8_t *to, const uint8_t *from, uint32_t ld,
                                                   int last, bool there)
@@ -230,8 +233,8 @@ static __device__ __forceinline__ void fetch_rows(uint8_t *to, const uint8_t *fr
     }
 }
 
-/* A finished tile, M weight rows x N rows of y, in shared memory as [N][LD], goes to y. n, t: its first
- * row and column in its group; row: the former of all. */
+/* A finished tile, M weight rows x N rows of y, in shared memory as [N][LD], goes to y. n, t: its
+ * first row and column in its group; row: the former of all. */
 template <int M, int N, int LD, int THREADS>
 static __device__ __forceinline__ void store_tile(const struct cuda_product &p, const float *tile,
                                                   int32_t n, int32_t t, int64_t row)

@@ -124,8 +124,8 @@ static __device__ __forceinline__ void finish(const struct cuda_product &p, cons
     }
 }
 
-/* It is turned in shared memory, 32 rows of y at a time, and leaves by the copy engine, two pieces under
- * way. */
+/* It is turned in shared memory, 32 rows of y at a time, and leaves by the copy engine, two pieces
+ * under way. */
 template <int H>
 static __device__ __forceinline__ void store(const CUtensorMap &y, const struct place &at,
                                              uint8_t (&out)[2][OUT],

@@ -1,10 +1,11 @@
-/* kernels/kvpack/prepare_cuda.cu - what lies between products and attention. A decode step does all of it in one
- * kernel, whose blocks have one job each: first those that take longest.
+/* kernels/kvpack/prepare_cuda.cu - what lies between products and attention. A decode step does all
+ * of it in one kernel, whose blocks have one job each: first those that take longest.
  *
  * compress     a block a row and compressor, as in kvpack_cuda.cu
  * window keys  a block a row, in shared memory; they go to the ring from there
  * queries      a warp four heads, of the indexer or of attention
- * Every job has the bits that its op has alone. All are chains of latencies, which now run side by side.
+ * Every job has the bits that its op has alone. All are chains of latencies, which now run side by
+ * side.
  * Other shapes, and chunks, go op by op.
  */
 #include "kernels/attn/index_query.cuh"

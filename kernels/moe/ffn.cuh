@@ -1,12 +1,13 @@
-/* kernels/moe/ffn.cuh - all experts of a layer for a few rows: what its three kernels tell each other.
+/* kernels/moe/ffn.cuh - all experts of a layer for a few rows: what its three kernels tell each
+ * other.
  *
  * Why      With one row a launch costs as much as its work: eleven of them are three here.
  *              gate   logits, choice and weights                         (ffn_cuda.cu)
  *              up     gate, up and activation, of routed and shared experts    (ffn_few_cuda.cu)
  *              down   down, of both, and the routed sum                        (ffn_few_cuda.cu)
- * Early    Each begins while the one before ends (cuda_launch_early) and lets the next begin only when it
- *          has itself waited: so in the next one all is there that the one before the last has made,
- *          and may be read before cuda_await(), past the first-level cache.
+ * Early    Each begins while the one before ends (cuda_launch_early) and lets the next begin only
+ *          when it has itself waited: so in the next one all is there that the one before the last
+ *          has made, and may be read before cuda_await(), past the first-level cache.
  */
 #ifndef KERN_MOE_FFN_CUH
 #define KERN_MOE_FFN_CUH

@@ -1,10 +1,10 @@
-/* kernels/moe/ffn_cuda.cu - all experts of a layer: the ops one after the other, or for a few rows of the
- * deployed formats three kernels (ffn.cuh), of which the first is here.
+/* kernels/moe/ffn_cuda.cu - all experts of a layer: the ops one after the other, or for a few rows
+ * of the deployed formats three kernels (ffn.cuh), of which the first is here.
  *
- * Gate     A cluster of sixteen blocks shares out the gate's rows, sixteen at a time; the sixteen warps of a
- *          block deal out blocks of 128 k and have their weights in registers when x arrives. Each block
- *          adds up its rows' sums, ascending (product.cuh), and leaves the scores with the first block, of
- *          which a warp a row chooses (route.cuh).
+ * Gate     A cluster of sixteen blocks shares out the gate's rows, sixteen at a time; the sixteen
+ *          warps of a block deal out blocks of 128 k and have their weights in registers when x
+ *          arrives. Each block adds up its rows' sums, ascending (product.cuh), and leaves the
+ *          scores with the first block, of which a warp a row chooses (route.cuh).
  */
 #include "kernels/moe/ffn.cuh"
 #include "kernels/moe/route.cuh"
@@ -49,7 +49,8 @@ static __device__ __forceinline__ float *leaders(float *p)
     return (float *)q;
 }
 
-/* Of blocks of k b and b + WARPS, those that there are: sixteen values each of rows g and g + 8, twice. */
+/* Of blocks of k b and b + WARPS, those that there are: sixteen values each of rows g and g + 8,
+ * twice. */
 static __device__ __forceinline__ void load_weights(const struct ffn_few &p, int32_t tile,
                                                     int32_t b,
                                                     struct weights16<KERN_W_BF16> (&w)[2 * TURN])
@@ -182,8 +183,8 @@ static bool has_cluster(struct kern_stream *s, const cudaLaunchConfig_t *c)
     CUDA_SHARED(gate_kernel, s->max_shared);
     if (of[s->number].known) return of[s->number].has;
     int most = 0;
-    /* The kernels around it take all that there is as shared memory; what a multiprocessor has is only
-     * divided anew when it is empty. */
+    /* The kernels around it take all that there is as shared memory; what a multiprocessor has is
+     * only divided anew when it is empty. */
     if (cudaFuncSetAttribute(gate_kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                              cudaSharedmemCarveoutMaxShared) != cudaSuccess ||
         cudaFuncSetAttribute(gate_kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) !=

@@ -1,15 +1,17 @@
-/* kernels/moe/ffn_few_cuda.cu - the products of a layer's experts, routed (mxfp4) and shared (fp8), for up to
- * FFN_ROWS rows: two kernels, both bound by how fast weights come.
+/* kernels/moe/ffn_few_cuda.cu - the products of a layer's experts, routed (mxfp4) and shared (fp8),
+ * for up to FFN_ROWS rows: two kernels, both bound by how fast weights come.
  *
- * Plan     A warp works by itself on sixteen weight rows at a time, the 16-row side of mma.m16n8k16; up to
- *          eight pairs or rows of x are the other side. It keeps a ring of its own full, by cp.async:
- *          a stage has 128 bytes of each row, that is 256 k of mxfp4 or 128 k of fp8.
- *          Up: eight rows of w1 and the same eight of w3, so that a thread has both of a gate's sums.
+ * Plan     A warp works by itself on sixteen weight rows at a time, the 16-row side of
+ *          mma.m16n8k16; up to eight pairs or rows of x are the other side. It keeps a ring of its
+ *          own full, by cp.async: a stage has 128 bytes of each row, that is 256 k of mxfp4 or 128
+ *          k of fp8.
+ *          Up: eight rows of w1 and the same eight of w3, so that a thread has both of a gate's
+ *          sums.
  *          A block's share of the shared expert comes first: it needs no routing, and is read while
  *          the router still works. Its blocks of k are dealt to all warps.
  *          Down: a block has 32 rows, of all experts, so that it can add up a row's pairs.
- * Order    As moe_product.cuh and product.cuh have it: the same instructions in the same order, and a row's
- *          pairs by ascending expert, then slot. So bits are those of the ops.
+ * Order    As moe_product.cuh and product.cuh have it: the same instructions in the same order, and
+ *          a row's pairs by ascending expert, then slot. So bits are those of the ops.
  */
 #include "kernels/cuda/math.cuh"
 #include "kernels/cuda/quant.cuh"
@@ -32,8 +34,8 @@ enum {
     SUM_LD = TASK_ROWS + 4, /* of fp8 sums, from column to column: quads fall into other banks */
     DOWN_TASKS = 2,         /* a block's rows in tasks */
     DOWN_ROWS = DOWN_TASKS * TASK_ROWS,
-    /* More than half of a multiprocessor's shared memory: with two blocks of a kernel it would be done long
-     * after the others. */
+    /* More than half of a multiprocessor's shared memory: with two blocks of a kernel it would be
+     * done long after the others. */
     ALONE = 116 * 1024,
     GATE_BLOCKS = 16 /* multiprocessors that the gate still has when `up` begins */
 };
@@ -102,7 +104,8 @@ static __device__ __forceinline__ void aim(struct reader *r, const uint8_t *a, c
     const int64_t at = lane / 8 * ld + lane % 8 * 16;
     r->a = a + at, r->b = b + at, r->ld4 = 4 * ld;
 }
-/* Sixteen-byte pieces that eight neighbouring threads read at once, of two rows, lie in different banks. */
+/* Sixteen-byte pieces that eight neighbouring threads read at once, of two rows, lie in different
+ * banks. */
 static __device__ __forceinline__ int piece_at(int row, int piece)
 {
     return row * LINE + (piece ^ (row & 1) << 2) * 16;
@@ -154,8 +157,8 @@ static __device__ __forceinline__ void put_rows(uint8_t *rows, const uint16_t *x
         }
     }
 }
-/* Where a thread finds its four pieces of a row of x in each block of 128 k, for either format; `row` is that
- * of its column. */
+/* Where a thread finds its four pieces of a row of x in each block of 128 k, for either format;
+ * `row` is that of its column. */
 struct x_place {
     const uint8_t *row;
     int at[4];
@@ -205,7 +208,8 @@ static __device__ __forceinline__ void fp4_line(const uint8_t *stage, const uint
         }
     }
 }
-/* The sums of a stage's 128 k of fp8, x being those of the row: to `sums`, for each of T columns sixteen. */
+/* The sums of a stage's 128 k of fp8, x being those of the row: to `sums`, for each of T columns
+ * sixteen. */
 static __device__ __forceinline__ void fp8_line(const uint8_t *stage, const uint8_t *x,
                                                 const int (&at)[4], int32_t T, float *sums)
 {
@@ -388,7 +392,8 @@ static __global__ void __launch_bounds__(32 * DOWN_WARPS, 1)
     float *results = scales + n_blocks;                  /* [pairs][DOWN_ROWS] */
     struct reader rd;
 
-    /* A warp's lines in order: the shared expert's, which need no choice; then those of its tasks. */
+    /* A warp's lines in order: the shared expert's, which need no choice; then those of its
+     * tasks. */
     int32_t unit = warp, ahead = warp, left = 0, tasks = 0, asked = 0;
     const auto load = [&](uint8_t *to) {
         if (unit < units) {

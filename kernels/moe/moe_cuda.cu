@@ -1,20 +1,21 @@
-/* kernels/moe/moe_cuda.cu - the routed experts: pairs are sorted on the device, then five launches whose
- * shape depends on T alone.
+/* kernels/moe/moe_cuda.cu - the routed experts: pairs are sorted on the device, then five launches
+ * whose shape depends on T alone.
  *
  *     plan      one block: counts, prefix sums, stable sort of pairs by expert, tiles   (moe_plan);
- *               the others: x quantized and prepared (rows of pairs need the plan: launches of their own)
- *     product   gate and up, the activation, times the routing weight                    (moe_product)
+ *               the others: x quantized and prepared (rows of pairs need the plan: launches of
+ *               their own)
+ *     product   gate and up, the activation, times the routing weight                (moe_product)
  *     rows      that, quantized and prepared
  *     product   down
  *     combine   each row's pairs in ascending expert id
  *
- * Results lie pair by pair between the products, so a pair's values never meet another's before combine
- * adds them in a fixed order. f32 activations or weights and odd mixes of formats go through plain dot
- * products, a warp each.
+ * Results lie pair by pair between the products, so a pair's values never meet another's before
+ * combine adds them in a fixed order. f32 activations or weights and odd mixes of formats go
+ * through plain dot products, a warp each.
  *
- * There are two kinds of products, bf16 and e4m3 (moe_wgmma.cuh). Which one it is depends on what an op's T
- * does not change: the switch, the experts' formats and shapes, and how they were placed. Products by wgmma
- * read images of rows, which need the plan: their rows are a launch of their own.
+ * There are two kinds of products, bf16 and e4m3 (moe_wgmma.cuh). Which one it is depends on what
+ * an op's T does not change: the switch, the experts' formats and shapes, and how they were placed.
+ * Products by wgmma read images of rows, which need the plan: their rows are a launch of their own.
  */
 #include "kernels/moe/moe_cuda.cuh"
 
@@ -64,9 +65,9 @@ static __device__ __forceinline__ int32_t expert_of(const int32_t *experts, int3
     return e >= 0 && e < E ? e : -1;
 }
 
-/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes. Which of a
- * warp's pairs of one expert comes first is left open: no bit of a result depends on it. Pairs are read
- * SORT_AHEAD at a time, for the memory's latency. */
+/* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes.
+ * Which of a warp's pairs of one expert comes first is left open: no bit of a result depends on it.
+ * Pairs are read SORT_AHEAD at a time, for the memory's latency. */
 enum { SORT_AHEAD = 8 };
 static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_t n, int32_t E,
                                                   const struct moe_plan &plan)
@@ -154,8 +155,8 @@ static __device__ __forceinline__ void round_a128(float (&v)[4])
         v[i] = dev_e4m3_decode(__nv_cvt_float_to_fp8(v[i] * inverse, __NV_SATFINITE, __NV_E4M3)) *
                scale;
 }
-/* e2m1 round trip of a block of 16 with scale g * e4m3, a quarter of it a lane; the result lacks g if
- * without. */
+/* e2m1 round trip of a block of 16 with scale g * e4m3, a quarter of it a lane; the result lacks g
+ * if without. */
 static __device__ __forceinline__ void round_nvfp4(float (&v)[4], float g, bool without)
 {
     float m = 0.0f;

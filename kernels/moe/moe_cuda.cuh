@@ -1,11 +1,11 @@
-/* kernels/moe/moe_cuda.cuh - what the kernels of the moe op tell each other: sorted pairs, tiles of them,
- * prepared rows, and one product of all experts.
+/* kernels/moe/moe_cuda.cuh - what the kernels of the moe op tell each other: sorted pairs, tiles of
+ * them, prepared rows, and one product of all experts.
  *
  * Words    A pair is a (row, slot) with an expert; pairs are sorted by expert, which gives each its
  *          place. A tile is up to as many neighbouring pairs of one expert as a block
  *          multiplies at once.
- * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD. Products
- *          by wgmma read images of rows instead, see moe_wgmma.cuh.
+ * Rows     A prepared row is bf16, quantized and back, padded with zeros to a multiple of MOE_PAD.
+ *          Products by wgmma read images of rows instead, see moe_wgmma.cuh.
  */
 #ifndef KERN_MOE_CUDA_CUH
 #define KERN_MOE_CUDA_CUH
@@ -68,11 +68,11 @@ int moe_product_mxfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_nvfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_fp8(struct kern_stream *s, const struct moe_product *p);
 int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
-/* The same bits by wgmma, where there is: 4-bit weights with 16 bytes of scales or a multiple to a row, x1 NULL,
- * rows a multiple of 8, tiles of MOE_WIDE pairs. */
+/* The same bits by wgmma, where there is: 4-bit weights with 16 bytes of scales or a multiple to a
+ * row, x1 NULL, rows a multiple of 8, tiles of MOE_WIDE pairs. */
 int moe_product_wide(struct kern_stream *s, const struct moe_product *p);
-/* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_CODES or MOE_NARROW pairs; mxfp4 placed
- * for it. Other bits than the above, the same at every number of pairs. */
+/* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_CODES or MOE_NARROW pairs;
+ * mxfp4 placed for it. Other bits than the above, the same at every number of pairs. */
 int moe_product_e4m3(struct kern_stream *s, const struct moe_product *p);
 
 #endif

@@ -1,4 +1,5 @@
-/* kernels/moe/moe_e4m3_cuda.cu - products of mxfp4 and fp8 experts by their codes, see moe_wgmma.cuh. */
+/* kernels/moe/moe_e4m3_cuda.cu - products of mxfp4 and fp8 experts by their codes, see
+ * moe_wgmma.cuh. */
 #include "kernels/moe/moe_wgmma.cuh"
 
 template <int N> static int launch(struct kern_stream *s, const struct moe_product *p)

@@ -1,28 +1,32 @@
-/* kernels/moe/moe_wgmma.cuh - tiles of pairs times their expert's stored weights by whole warpgroups (sm_90a), in
- * both kinds of products: bf16 (codes widened, exactly) and e4m3 (codes as they are).
+/* kernels/moe/moe_wgmma.cuh - tiles of pairs times their expert's stored weights by whole
+ * warpgroups (sm_90a), in both kinds of products: bf16 (codes widened, exactly) and e4m3 (codes as
+ * they are).
  *
- * Plan     A block stays and goes from tile to tile: up to N pairs and 128 weight rows, 64 each of w1 and w3
- *          or 128 of w2. One thread keeps a ring of stages of 128 k filled by the copy engine: stored weights,
- *          and prepared rows of x as they lie (see below). A warp looks up what else a tile takes from memory
- *          (struct wg_tell). Two warpgroups of consumers have 64 of the weight rows each: they make operand A
- *          in registers, once for all pairs of the tile, and multiply as many columns as the tile has,
- *          rounded up. Both are a tile or so ahead, so that a consumer never waits for memory itself.
- * Chain    With two warps to a scheduler it is a consumer's own chain that binds, not the matrix unit. So by
- *          codes 64 columns are added up while the next ones are under way, and the next stage's codes are
- *          fetched before the last ones are done.
- * Rows     Of w1 and w3, each consumer thread has the same ones, so that it has a pair's gate and up.
- * Images   x lies as stages want it: pieces of 128 bytes of each pair's row, [piece][place], in wgmma's
- *          swizzle by place % 8. An expert's first place is a multiple of 8 (moe_plan.align).
- *          e4m3: of a piece's 128 k, number 32 t + 8 i + 4 h + e is byte 32 i + 16 h + 4 t + e', where e'
- *          exchanges 1 and 2: thread t's eight values of instruction i in its slots of k. The scale of
- *          (piece, place) lies in a second array, in bf16. bf16: two pieces have 128 k; number
- *          32 t + 4 q + 2 h + e is value 16 q + 8 h + 2 t + e.
- * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 128 k four instructions of 32, from zero;
- *          total = fmaf(sum, scale, total), scale being the row of x's times the fp8 block's. At any number
- *          of columns.
- * Exact    e4m3 holds an mxfp4 code times 2^-5 to 2^6: scales count from the largest of their row, and
- *          arrays with wider rows are not placed for this kind (kernels/cuda/place.cu). nvfp4 scales have
- *          three bits of their own, which e4m3 cannot hold: bf16 always.
+ * Plan     A block stays and goes from tile to tile: up to N pairs and 128 weight rows, 64 each of
+ *          w1 and w3 or 128 of w2. One thread keeps a ring of stages of 128 k filled by the copy
+ *          engine: stored weights, and prepared rows of x as they lie (see below). A warp looks up
+ *          what else a tile takes from memory (struct wg_tell). Two warpgroups of consumers have 64
+ *          of the weight rows each: they make operand A in registers, once for all pairs of the
+ *          tile, and multiply as many columns as the tile has, rounded up. Both are a tile or so
+ *          ahead, so that a consumer never waits for memory itself.
+ * Chain    With two warps to a scheduler it is a consumer's own chain that binds, not the matrix
+ *          unit. So by codes 64 columns are added up while the next ones are under way, and the
+ *          next stage's codes are fetched before the last ones are done.
+ * Rows     Of w1 and w3, each consumer thread has the same ones, so that it has a pair's gate and
+ *          up.
+ * Images   x lies as stages want it: pieces of 128 bytes of each pair's row, [piece][place], in
+ *          wgmma's swizzle by place % 8. An expert's first place is a multiple of 8
+ *          (moe_plan.align).
+ *          e4m3: of a piece's 128 k, number 32 t + 8 i + 4 h + e is byte 32 i + 16 h + 4 t + e',
+ *          where e' exchanges 1 and 2: thread t's eight values of instruction i in its slots of k.
+ *          The scale of (piece, place) lies in a second array, in bf16.
+ *          bf16: two pieces have 128 k; number 32 t + 4 q + 2 h + e is value 16 q + 8 h + 2 t + e.
+ * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 128 k four instructions of 32, from
+ *          zero; total = fmaf(sum, scale, total), scale being the row of x's times the fp8 block's.
+ *          At any number of columns.
+ * Exact    e4m3 holds an mxfp4 code times 2^-5 to 2^6: scales count from the largest of their row,
+ *          and arrays with wider rows are not placed for this kind (kernels/cuda/place.cu). nvfp4
+ *          scales have three bits of their own, which e4m3 cannot hold: bf16 always.
  */
 #ifndef KERN_MOE_WGMMA_CUH
 #define KERN_MOE_WGMMA_CUH
@@ -95,7 +99,8 @@ template <int S> static __device__ __forceinline__ void wg_next(struct wg_ring *
     if (++r->slot == S) r->slot = 0, r->phase ^= 1;
 }
 
-/* Rows g and g + 8 of a consumer thread among the 128 of a stage: a group has 32 of each matrix, or 64. */
+/* Rows g and g + 8 of a consumer thread among the 128 of a stage: a group has 32 of each matrix, or
+ * 64. */
 static __device__ __forceinline__ int wg_place(bool up, int group, int m)
 {
     const int warp = threadIdx.x % WG / 32, g = threadIdx.x % 32 / 4;
@@ -224,8 +229,8 @@ static __device__ __forceinline__ uint32_t wg_word(const uint4 &v, int i)
 {
     return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w;
 }
-/* A thread's scales of its two rows for the next stages, from the 16 bytes that each row has in this one: a
- * byte (mxfp4) or two (nvfp4) a stage, the next ones lowest. */
+/* A thread's scales of its two rows for the next stages, from the 16 bytes that each row has in
+ * this one: a byte (mxfp4) or two (nvfp4) a stage, the next ones lowest. */
 template <class S>
 static __device__ __forceinline__ void wg_scales(const uint8_t *stage, const int (&row)[2],
                                                  uint32_t (&out)[2])
@@ -254,7 +259,8 @@ struct wg_rows {
 
 /* ------------------------------------------------------------------ consumers: e4m3 */
 
-/* What is fetched of a stage before its operands are made: mxfp4's codes, and scales for it and stages after. */
+/* What is fetched of a stage before its operands are made: mxfp4's codes, and scales for it and
+ * stages after. */
 struct wg_codes {
     uint4 v[2];
     uint32_t scales[2];
@@ -311,8 +317,8 @@ static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint6
     for (int i = 0; i < 4; i++) wgmma_e4m3(sum, a[i], x + first * 8 + 2 * i, i > 0);
     wgmma_commit();
 }
-/* total += sum, times the scales of its columns (of this thread's first two on) and rows, once at most LEFT
- * groups are under way. */
+/* total += sum, times the scales of its columns (of this thread's first two on) and rows, once at
+ * most LEFT groups are under way. */
 template <enum kern_wfmt F, int W, int N, int LEFT>
 static __device__ __forceinline__ void wg_add(float (&sum)[W / 2], const uint32_t *scale,
                                               const float (&w)[2], int first,
@@ -338,8 +344,8 @@ static __device__ __forceinline__ void wg_add(float (&sum)[W / 2], const uint32_
     }
 }
 
-/* All stages of a tile: FULL times 64 columns and TAIL. One piece of the columns is under way while the one
- * before is added up, and while the next stage's codes are fetched. */
+/* All stages of a tile: FULL times 64 columns and TAIL. One piece of the columns is under way while
+ * the one before is added up, and while the next stage's codes are fetched. */
 template <enum kern_wfmt F, int N, int FULL, int TAIL>
 static __device__ __forceinline__ void wg_consume(const struct moe_product &p, struct wg_ring *r,
                                                   const struct wg_rows &rows,
@@ -412,8 +418,8 @@ wg_consume_tile(const struct moe_product &p, struct wg_ring *r, const struct wg_
 
 /* ------------------------------------------------------------------ consumers: bf16 */
 
-/* The same for W columns at once. The first half of a stage's k is under way while the second's codes are
- * widened. */
+/* The same for W columns at once. The first half of a stage's k is under way while the second's
+ * codes are widened. */
 template <enum kern_wfmt F, int N, int W>
 static __device__ __forceinline__ void wg_widen(const struct moe_product &p, struct wg_ring *r,
                                                 const struct wg_rows &rows,
@@ -495,8 +501,8 @@ static __device__ __forceinline__ uint32_t wg_pack(float a, float b)
     return u;
 }
 
-/* A warp's sums to results: up, 32 pairs at a time of its eight rows; down, 16 of its sixteen. They are turned
- * in `tmp` [32] so that a thread has eight of one pair. */
+/* A warp's sums to results: up, 32 pairs at a time of its eight rows; down, 16 of its sixteen. They
+ * are turned in `tmp` [32] so that a thread has eight of one pair. */
 template <bool E4M3, int N, bool UP>
 static __device__ __forceinline__ void
 wg_store(const struct moe_product &p, const struct wg_tell<(N + 31) / 32 * 32> &told, int part,

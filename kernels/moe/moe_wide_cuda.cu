@@ -1,5 +1,5 @@
-/* kernels/moe/moe_wide_cuda.cu - many pairs times 4-bit experts in bf16 by wgmma: the prefill product of
- * sm_90a. */
+/* kernels/moe/moe_wide_cuda.cu - many pairs times 4-bit experts in bf16 by wgmma: the prefill
+ * product of sm_90a. */
 #include "kernels/moe/moe_wgmma.cuh"
 
 int moe_product_wide(struct kern_stream *s, const struct moe_product *p)

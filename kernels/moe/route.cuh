@@ -1,9 +1,10 @@
-/* kernels/moe/route.cuh - one row of the router by one warp, scores and keys of the row in shared memory.
+/* kernels/moe/route.cuh - one row of the router by one warp, scores and keys of the row in shared
+ * memory.
  *
- * A key is a score plus bias as an unsigned number of the same order (NaN lowest, then -inf ...; 0 means
- * taken), so the best of a row is two warp-wide integer reductions: the highest key, then the lowest id
- * that has it. The scores' steps are the CPU's, their sums too (softmax: ascending), so ties are the
- * same ties.
+ * A key is a score plus bias as an unsigned number of the same order (NaN lowest, then -inf ...; 0
+ * means taken), so the best of a row is two warp-wide integer reductions: the highest key, then the
+ * lowest id that has it. The scores' steps are the CPU's, their sums too (softmax: ascending), so
+ * ties are the same ties.
  */
 #ifndef KERN_MOE_ROUTE_CUH
 #define KERN_MOE_ROUTE_CUH
@@ -41,8 +42,8 @@ static __device__ __forceinline__ void route_scores(const struct kern_route &p, 
     __syncwarp();
 }
 
-/* The best k to ids, by keys in shared memory; returns the margin. Loads come eight at a time: one by one
- * each would be waited for. */
+/* The best k to ids, by keys in shared memory; returns the margin. Loads come eight at a time: one
+ * by one each would be waited for. */
 static __device__ __forceinline__ float route_choose(const struct kern_route &p, const float *score,
                                                      const float *bias, uint32_t *key, int32_t *ids,
                                                      int lane)

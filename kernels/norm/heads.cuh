@@ -1,5 +1,5 @@
-/* kernels/norm/heads.cuh - query norm and rotation of deployed heads by warps, for heads_rope and for prepare,
- * and which calls are of that kind.
+/* kernels/norm/heads.cuh - query norm and rotation of deployed heads by warps, for heads_rope and
+ * for prepare, and which calls are of that kind.
  */
 #ifndef KERN_NORM_HEADS_CUH
 #define KERN_NORM_HEADS_CUH
@@ -27,8 +27,8 @@ static __device__ __forceinline__ void rotate8(float f[VEC], const float *cos, c
     dev_rotate2(&f[6], &f[7], c.w, sign * s.w);
 }
 
-/* What the squares of a head, rounded to bf16 and added up, make of its values: 1 / rms, in steps rounded
- * to bf16. The eight threads of a group hold two of the CPU's sixteen lanes each. */
+/* What the squares of a head, rounded to bf16 and added up, make of its values: 1 / rms, in steps
+ * rounded to bf16. The eight threads of a group hold two of the CPU's sixteen lanes each. */
 static __device__ __forceinline__ float head_factor(const uint32_t *squares, float eps)
 {
     float s0 = 0.0f, s1 = 0.0f;

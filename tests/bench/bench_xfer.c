@@ -7,14 +7,14 @@
  *            link          the same through net_link: reads, or over TCP rendezvous messages
  *            pages         one sequence through two movers: offers with digests, each part
  *                          digested again where it arrives and compared, an ACK per part
- *          The link and the pages are measured in one place as well, another one each round, because
- *          how a megabyte fits the caches depends on its addresses; and walking through AREA bytes.
- *          Each is warmed up first, as ucx_perftest is by its -w: the ends have slept. Each mover's
- *          thread has a core of its own; ucx_perftest's processes, which never rest, are spread over
- *          the cores by the system.
- * Digests  The source's are made where its pages are, when they are filled, as a worker's engine does
- *          when a page is complete, and not again for each sequence that carries the page. So they
- *          are not in the time of a move. What they cost the maker has a row of its own.
+ *          The link and the pages are measured in one place as well, another one each round,
+ *          because how a megabyte fits the caches depends on its addresses; and walking through
+ *          AREA bytes. Each is warmed up first, as ucx_perftest is by its -w: the ends have slept.
+ *          Each mover's thread has a core of its own; ucx_perftest's processes, which never rest,
+ *          are spread over the cores by the system.
+ * Digests  The source's are made where its pages are, when they are filled, as a worker's engine
+ *          does when a page is complete, and not again for each sequence that carries the page. So
+ *          they are not in the time of a move. What they cost the maker has a row of its own.
  * Ratios   The link moves what ucx_perftest moves. The receiver of pages also runs an XXH3 digest
  *          over each byte on the thread that copied it, so one core can do no more than
  *          1 / (1 / copy + 1 / digest): their second ratio is to that, with the digest's speed on

@@ -1,6 +1,6 @@
-/* `towpath-ctl numerics` on the native checkpoint: all rows pass; and for each planted fault exactly
- * the rows that fit it fail, by name. A fault is one op of the table replaced, or a byte of a page
- * changed on its way. */
+/* `towpath-ctl numerics` on the native checkpoint: all rows pass; and for each planted fault
+ * exactly the rows that fit it fail, by name. A fault is one op of the table replaced, or a byte of
+ * a page changed on its way. */
 #include "tests/support/check.h"
 
 #include "common/base/buf.h"

@@ -1,12 +1,12 @@
 /* Ranks of index entries against float64.
  *
  * Every entry of every recorded row is ranked in every layer with an indexer: by the keys that
- * select and, in deployed mode, by shadow keys of each type. A rank must be one more than the number
- * of larger scores in float64; scores nearer to each other than the tolerance may stand either way.
- * Twice: from the queries, weights and stored keys of the pass itself, where little is allowed, and
- * from the goldens' scores, where a deployed pass has all its own rounding behind it. The prompt
- * runs in chunks, in one go, and across a hand-over into other pages: the ranks must be the same to
- * the last bit. */
+ * select and, in deployed mode, by shadow keys of each type. A rank must be one more than the
+ * number of larger scores in float64; scores nearer to each other than the tolerance may stand
+ * either way. Twice: from the queries, weights and stored keys of the pass itself, where little is
+ * allowed, and from the goldens' scores, where a deployed pass has all its own rounding behind it.
+ * The prompt runs in chunks, in one go, and across a hand-over into other pages: the ranks must be
+ * the same to the last bit. */
 #include "tests/support/device.h"
 #include "tests/support/golden.h"
 #include "tests/support/golden_cases.h"
@@ -22,12 +22,12 @@
 
 /* How far a score may be from its golden: in exact mode as the goldens' README says; in deployed
  * mode by the rms of the row's scores. There a code of a quantizer that falls the other way moves a
- * score by several percent (e2m1 codes are up to a half apart), so the share of scores that moved at
- * all, and of ranks, is bounded, too. The CPU moves up to 13 % of the scores and 8 % of the ranks, no
- * score beyond the tolerance. A CUDA device's matrix unit keeps fewer bits of a sum on the way, so more
- * codes fall: on an H200 up to 20.004 % of the scores and 12.4 % of the ranks move, and 2 scores of 1,352
- * (twice: NVFP4 experts, 300 tokens) by up to 2.2 tolerances. Its sums from equal inputs, and exact mode,
- * are held to what the CPU is. */
+ * score by several percent (e2m1 codes are up to a half apart), so the share of scores that moved
+ * at all, and of ranks, is bounded, too. The CPU moves up to 13 % of the scores and 8 % of the
+ * ranks, no score beyond the tolerance. A CUDA device's matrix unit keeps fewer bits of a sum on
+ * the way, so more codes fall: on an H200 up to 20.004 % of the scores and 12.4 % of the ranks
+ * move, and 2 scores of 1,352 (twice: NVFP4 experts, 300 tokens) by up to 2.2 tolerances. Its sums
+ * from equal inputs, and exact mode, are held to what the CPU is. */
 #define EXACT_TOL    2e-4
 #define DEPLOYED_TOL 0.2
 #define MOVED        1e-3 /* of the row's rms */

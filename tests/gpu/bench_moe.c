@@ -1,11 +1,11 @@
-/* tests/gpu/bench_moe.c - routing, routed experts and the element-wise ops beside them, all experts of a
- * layer, V4-Flash shapes.
+/* tests/gpu/bench_moe.c - routing, routed experts and the element-wise ops beside them, all experts
+ * of a layer, V4-Flash shapes.
  *
  * usage: bench_moe [T=N] [name part] [cuda:N]
  *
  * "codes": products of codes (kern_dev_fp8_products), else of bf16, "wgmma" and without.
- * Experts of each call are drawn anew from eight lists, so that what the call before read does not help.
- * Bytes count each expert that a list names once.
+ * Experts of each call are drawn anew from eight lists, so that what the call before read does not
+ * help. Bytes count each expert that a list names once.
  */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"

@@ -1,27 +1,30 @@
-/* tests/gpu/bench_step.c - the whole model on one device: decode steps and prefill chunks against the sum
- * of the floors of their ops, and where their time goes.
+/* tests/gpu/bench_step.c - the whole model on one device: decode steps and prefill chunks against
+ * the sum of the floors of their ops, and where their time goes.
  *
  * The checkpoint has random weights and as many layers of the released shape as its maker was told:
  *     python3 tests/support/make_checkpoint.py /tmp/flash --preset flash --layers 6
  *
- * Prefill   One sequence from position 0, chunk by chunk. What it leaves in its pages and its tail is then
- *           copied to those of all other sequences, so that decode at any context reads true entries, each
- *           sequence its own, without a prefill of its own. Where that many pages do not fit, sequences
- *           share them (but for their last, which they write), and the output says so.
- * Step      Median of whole calls of model_forward() with the logits of all rows; as a graph where the
- *           device has them. The same with a token drawn from each row in place of the logits, as workers
- *           do: greedy, and by temperature 0.6, top_p 0.95 with 5 log-probabilities. The reading of logits
- *           to the host is also timed alone and taken off in "rest".
- * Ops       A pass apart, op by op: every op is waited for, less what waiting for an op of no work costs.
- *           It runs without graphs. The quickest of OP_PASSES; gaps are rest less the sum of ops.
- * Floors    Per op, bytes / copy bandwidth of the same run or FLOPs / ceiling, whichever is larger; bytes
- *           are weights, entries and keys seen, and activations in and out. Of experts those that the pass
- *           did hit count; their number stands beside what uniform routing would hit.
- * 43 layers What the released model would take: ops of the window, c4 and c128 layers times 2, 21 and 20,
- *           head and embedding once, scaled by rest / sum of ops.
+ * Prefill   One sequence from position 0, chunk by chunk. What it leaves in its pages and its tail
+ *           is then copied to those of all other sequences, so that decode at any context reads
+ *           true entries, each sequence its own, without a prefill of its own. Where that many
+ *           pages do not fit, sequences share them (but for their last, which they write), and the
+ *           output says so.
+ * Step      Median of whole calls of model_forward() with the logits of all rows; as a graph where
+ *           the device has them. The same with a token drawn from each row in place of the logits,
+ *           as workers do: greedy, and by temperature 0.6, top_p 0.95 with 5 log-probabilities. The
+ *           reading of logits to the host is also timed alone and taken off in "rest".
+ * Ops       A pass apart, op by op: every op is waited for, less what waiting for an op of no work
+ *           costs. It runs without graphs. The quickest of OP_PASSES; gaps are rest less the sum of
+ *           ops.
+ * Floors    Per op, bytes / copy bandwidth of the same run or FLOPs / ceiling, whichever is larger;
+ *           bytes are weights, entries and keys seen, and activations in and out. Of experts those
+ *           that the pass did hit count; their number stands beside what uniform routing would hit.
+ * 43 layers What the released model would take: ops of the window, c4 and c128 layers times 2, 21
+ *           and 20, head and embedding once, scaled by rest / sum of ops.
  *
- * usage: bench_step CHECKPOINT [--device cuda:0] [--prefill 65536] [--chunk 8192] [--batches 1,32,128]
- *                   [--contexts 8192,65536] [--steps 15] [--bf16 780] [--fp8 1500]
+ * usage: bench_step CHECKPOINT [--device cuda:0] [--prefill 65536] [--chunk 8192]
+ *                   [--batches 1,32,128] [--contexts 8192,65536] [--steps 15]
+ *                   [--bf16 780] [--fp8 1500]
  * --prefill 0 or --batches 0 leave a section out; --bf16, --fp8: ceilings in TFLOP/s.
  */
 #include "common/model/forward.h"
@@ -38,8 +41,8 @@ enum {
     MAX_STEPS = 100,
     WARM_STEPS = 3, /* plain, captured, launched */
     OP_PASSES = 3,
-    SPREAD =
-        128 /* sequences stand at context .. context + SPREAD - 1, so that few finish a group at once */
+    /* Sequences stand at context .. context + SPREAD - 1, so that few finish a group at once. */
+    SPREAD = 128
 };
 static const double PAGES_MOST = 40e9; /* bytes of pages before sequences share them */
 
@@ -519,8 +522,8 @@ static void make_sequences(void)
         seqs.tables[i] = (uint32_t)(i % seqs.n_pages);
 }
 
-/* Where sequences share pages, those that this context's steps write are a sequence's own: the last 2n of
- * the pool. */
+/* Where sequences share pages, those that this context's steps write are a sequence's own: the last
+ * 2n of the pool. */
 static void own_last_pages(int64_t context)
 {
     const int64_t first = context / model_peek_layout(model)->page_tokens;
@@ -548,7 +551,8 @@ static void repeat_units(uint8_t *at, int64_t unit, int64_t n, int64_t all)
 
 /* ------------------------------------------------------------------ passes */
 
-/* n_rows rows of each of n sequences, of which the first stands at pos; logits of each one's last. */
+/* n_rows rows of each of n sequences, of which the first stands at pos; logits of each one's
+ * last. */
 static double pass(int32_t n, int32_t n_rows, int64_t pos, bool plain)
 {
     const struct kern_kv_layout *l = model_peek_layout(model);
@@ -800,7 +804,8 @@ static double uniform_experts(const struct one_case *c)
     const struct model_shape *s = &model_peek_weights(model)->shape;
     return s->E * (1 - pow(1 - (double)s->k / s->E, c->T));
 }
-/* Milliseconds of the released model's layers, without reading logits; NaN where a kind is not here. */
+/* Milliseconds of the released model's layers, without reading logits; NaN where a kind is not
+ * here. */
 static double released_ms(const struct one_case *c)
 {
     static const int of[KINDS] = {2, 21, 20, 1};

@@ -1,5 +1,5 @@
-/* tests/gpu/launch_test.c - ops that are several ops (linears, prepare) at the deployed shapes: the bits of the
- * ops one by one, for one row and for several; and with one row one launch.
+/* tests/gpu/launch_test.c - ops that are several ops (linears, prepare) at the deployed shapes: the
+ * bits of the ops one by one, for one row and for several; and with one row one launch.
  *
  * Exit 77 where there is no device.
  */
@@ -393,7 +393,8 @@ static void run_prepare(int32_t ratio, enum kern_kv_fmt kv_fmt, enum kern_ik_fmt
                                              .topk = 1};
         steps_of(&st[i], &w[i], &l, &given, T);
     }
-    /* Six tokens: groups of four close, so do groups of 128 where a sequence begins before their end. */
+    /* Six tokens: groups of four close, so do groups of 128 where a sequence begins before their
+     * end. */
     for (int32_t step = 0; step < 6; step++) {
         void *q = halves(T * H * HEAD), *kv = halves(T * HEAD), *iq = halves(T * H * KEY);
         for (int i = 0; i < 2; i++) {

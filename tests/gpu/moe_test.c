@@ -1,7 +1,7 @@
-/* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch, and is
- * near the CPU's, and wgmma's are those of mma.sync; skewed routing, repeated experts and none. The same for
- * products of codes, which are the bits of bf16 where sums are exact, and near them elsewhere. All experts of
- * a layer at once have the bits of the ops one by one.
+/* tests/gpu/moe_test.c - routed experts at V4-Flash shapes: a row has the same bits in any batch,
+ * and is near the CPU's, and wgmma's are those of mma.sync; skewed routing, repeated experts and
+ * none. The same for products of codes, which are the bits of bf16 where sums are exact, and near
+ * them elsewhere. All experts of a layer at once have the bits of the ops one by one.
  *
  * Exit 77 where there is no device. usage: moe_test [NAME]
  */
@@ -185,9 +185,9 @@ static void same_bits(struct fixture *f, const float *all, int32_t t, int32_t n)
                      (double)all[(int64_t)t * f->s.D + i], f->s.T);
     free(part);
 }
-/* Products of codes: a sum of K is off by 2^-14.3 sqrt(128) 0.7 = 4e-4 of its size (wgmma.cuh), so gate times
- * up by some 6e-4, which lets e4m3 codes of y, 0.09 apart, land next door: sqrt(6e-4 * 0.09) = 7e-3 of what
- * comes out. Three times that. */
+/* Products of codes: a sum of K is off by 2^-14.3 sqrt(128) 0.7 = 4e-4 of its size (wgmma.cuh), so
+ * gate times up by some 6e-4, which lets e4m3 codes of y, 0.09 apart, land next door: sqrt(6e-4 *
+ * 0.09) = 7e-3 of what comes out. Three times that. */
 enum { CODES_PER_MILLE = 21 };
 
 static void near_cpu(struct fixture *f, const float *all, int32_t t)
@@ -244,8 +244,8 @@ static int64_t differ(const float *a, const float *b, int64_t n, double *rms)
     return count;
 }
 
-/* Products of codes are near those in bf16; an array whose scales are too far apart has the latter; and one
- * placed for codes gives the latter's bits when the switch says so. */
+/* Products of codes are near those in bf16; an array whose scales are too far apart has the latter;
+ * and one placed for codes gives the latter's bits when the switch says so. */
 static void test_moe__codes_are_near_widened(void **state)
 {
     static struct fixture f;
@@ -299,8 +299,8 @@ static void test_moe__every_number_of_pairs_gives_the_same_bits(void **state)
     assert_int_equal(bad, 0);
 }
 
-/* One number of each row of x and of w2 is not zero: no sum is rounded, so both kinds have the same bits.
- * Scales of zeros alone may be anything. */
+/* One number of each row of x and of w2 is not zero: no sum is rounded, so both kinds have the same
+ * bits. Scales of zeros alone may be anything. */
 static void test_moe__exact_sums_are_equal(void **state)
 {
     static struct fixture f;
@@ -349,7 +349,8 @@ static void test_moe__exact_sums_are_equal(void **state)
 }
 
 #ifdef TOW_CUDA
-/* Tiles of every width and more than one of an expert's; fewer pairs than 24 of each are not wide. */
+/* Tiles of every width and more than one of an expert's; fewer pairs than 24 of each are not
+ * wide. */
 static const struct shape wide_shapes[] = {
     {"mxfp4 many", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 1700, false, false, 0},
     {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true, false, 0},

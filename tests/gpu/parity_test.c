@@ -1,5 +1,5 @@
-/* tests/gpu/parity_test.c - every CUDA op against its CPU twin over the random cases of op_cases, and
- * against itself however its rows are cut into calls: bit for bit.
+/* tests/gpu/parity_test.c - every CUDA op against its CPU twin over the random cases of op_cases,
+ * and against itself however its rows are cut into calls: bit for bit.
  *
  * Exit 77 where there is no device. usage: parity_test [OP]
  */
@@ -19,9 +19,10 @@
 
 static struct kern_dev *cpu, *gpu;
 
-/* How far a piece may be from the CPU's: root mean square and largest error, each relative to that of
- * the reference. With f32 activations only the order of sums differs; with bf16 a sum on the other
- * side of a rounding border moves a value by 2^-8, and a quantized one behind it by up to 2^-3. */
+/* How far a piece may be from the CPU's: root mean square and largest error, each relative to that
+ * of the reference. With f32 activations only the order of sums differs; with bf16 a sum on the
+ * other side of a rounding border moves a value by 2^-8, and a quantized one behind it by up to
+ * 2^-3. */
 struct bound {
     double rms, most;
 };

@@ -297,8 +297,9 @@ static void case_linear(struct op_run *r)
     done(r, y, T, G * N * b, ldy * b, b);
 }
 
-/* Several products of the same rows, after a norm or a rotation of these or after nothing. Widths up to
- * the deployed ones' order, so that all of them are made in one launch where a back end does that. */
+/* Several products of the same rows, after a norm or a rotation of these or after nothing. Widths
+ * up to the deployed ones' order, so that all of them are made in one launch where a back end does
+ * that. */
 static void case_linears(struct op_run *r)
 {
     enum { MOST = 5 };
@@ -1164,7 +1165,8 @@ static void case_prepare(struct op_run *r)
     for (int32_t n; (n = world_batch(r, &w, b)) > 0;) {
         bool one = true;
         for (int32_t i = 0; i < n; i++) one &= b[i].n_rows == 1;
-        /* Rows of a batch do not lie together here, so the dense tensors go sequence by sequence. */
+        /* Rows of a batch do not lie together here, so the dense tensors go sequence by
+         * sequence. */
         for (int32_t i = 0; i < n; i++) {
             struct kern_seq s = b[i];
             const int64_t t = s.row0, h = w.rd / 2;

@@ -11,8 +11,8 @@
 #include <stdio.h>
 #include <string.h>
 
-/* What a test ends with when its device could not be opened, after a line that says why: 77 (skipped)
- * where there is none, or no code for it; 1 where it is there and cannot be used. */
+/* What a test ends with when its device could not be opened, after a line that says why: 77
+ * (skipped) where there is none, or no code for it; 1 where it is there and cannot be used. */
 static inline int test_no_device(const struct tow_err *err)
 {
     printf("%s\n", err->msg);
@@ -39,7 +39,8 @@ static inline int test_device_there(const char *spec)
     return can ? 0 : 77;
 }
 
-/* Device memory full of 0xff: nothing in fresh pages or tails may matter. Freed by kern_dev_free(). */
+/* Device memory full of 0xff: nothing in fresh pages or tails may matter. Freed by
+ * kern_dev_free(). */
 static inline uint8_t *test_poisoned(struct kern_dev *dev, size_t bytes)
 {
     void *ff = malloc(bytes);

@@ -1,5 +1,5 @@
-/* Tests of common/worker/cache.h on a device with memory of its own: "apart:cpu", whose copies begin later
- * than they are asked for, or TOW_TEST_DEVICE. */
+/* Tests of common/worker/cache.h on a device with memory of its own: "apart:cpu", whose copies
+ * begin later than they are asked for, or TOW_TEST_DEVICE. */
 #include "tests/support/device.h"
 
 #include "common/base/clock.h"
@@ -165,7 +165,8 @@ static void test_cache__out_lands_the_same_where_nothing_can_be_pinned(void **st
     tow_fault_reset();
 }
 
-/* A page that goes to one owner after the other ends with the last one's bytes, and is counted each time. */
+/* A page that goes to one owner after the other ends with the last one's bytes, and is counted each
+ * time. */
 static void test_cache__copies_land_in_order(void **state)
 {
     struct world w;
