@@ -1,7 +1,7 @@
 /* kernels/moe/moe_cuda.cu - the routed experts: pairs are sorted on the device, then five launches
  * whose shape depends on T alone.
  *
- *     plan      one block: counts, prefix sums, stable sort of pairs by expert, tiles   (moe_plan);
+ *     plan      one block: counts, prefix sums, pairs by expert, tiles                  (moe_plan);
  *               the others: x quantized and prepared (rows of pairs need the plan: launches of
  *               their own)
  *     product   gate and up, the activation, times the routing weight                (moe_product)

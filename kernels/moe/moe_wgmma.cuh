@@ -54,7 +54,8 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         X_SCALES_AT = SCALES_AT + SCALE_BYTES,
         STAGE = (X_SCALES_AT + (E4M3 ? N * 2 : 0) + 1023) / 1024 * 1024,
         PER_SM = N > 32 ? 1 : 2, /* blocks meant to share a multiprocessor */
-
+        /* Beside the stages: what a block costs the machine, the ring's alignment, and the kernel's
+         * tmp, told and barriers. */
         OTHER =
             1024 + 1024 + WG_CONSUMERS * WG / 32 * 512 + 2 * (16 + COLUMNS * 4 + WG_M * 8) + 256,
         ROOM = (228 * 1024 / PER_SM - OTHER) / STAGE,
@@ -71,20 +72,10 @@ struct wg_maps {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-/* Threads of one consumer group. */
-static __device__ __forceinline__ void wg_sync(int group)
-{
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + group), "n"((int)WG) : "memory");
-}
 /* A number that a warp's threads have in common, so that the compiler knows. */
 static __device__ __forceinline__ int32_t wg_uniform(int32_t x)
 {
     return __shfl_sync(0xffffffffu, x, 0);
-}
-static __device__ __forceinline__ struct moe_tile wg_tile(const struct moe_plan &plan, int at)
-{
-    const struct moe_tile t = plan.tiles[at];
-    return {wg_uniform(t.expert), wg_uniform(t.first), wg_uniform(t.n)};
 }
 
 /* The ring, and where a group of threads is in it: slots in turn, the phase of their barriers. */
