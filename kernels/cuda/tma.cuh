@@ -126,7 +126,7 @@ static __device__ __forceinline__ void tile_prefetch(const CUtensorMap *map, int
                  "r"(at), "r"(row)
                  : "memory");
 }
-/* The same to the same place of every block of the cluster in `mask`, and to its barrier. */
+/* tile_load() to the same place of every block of the cluster in `mask`, and to its barrier. */
 static __device__ __forceinline__ void tile_load_to(void *to, const CUtensorMap *map, uint64_t *bar,
                                                     int32_t at, int32_t row, uint16_t mask)
 {
@@ -151,16 +151,6 @@ static __device__ __forceinline__ void bulk_load(void *to, const void *from, int
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(dev_shared(to)),
                  "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar))
-                 : "memory");
-}
-
-/* The same to the same place of every block of the cluster in `mask`, and to its barrier. */
-static __device__ __forceinline__ void bulk_load_to(void *to, const void *from, int bytes,
-                                                    uint64_t *bar, uint16_t mask)
-{
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(dev_shared(to)),
-                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar)), "h"(mask)
                  : "memory");
 }
 
