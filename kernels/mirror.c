@@ -527,7 +527,7 @@ MIRROR(attention)
     p.selected = in(m, p.selected, T * p.sel_ld * 4);
     RUN(attention);
 }
-static void route_spans(struct kern_dev *m, struct kern_route *p)
+static void send_route(struct kern_dev *m, struct kern_route *p)
 {
     const int64_t T = p->T;
     p->logits = in(m, p->logits, T * p->E * 4);
@@ -541,10 +541,10 @@ static void route_spans(struct kern_dev *m, struct kern_route *p)
 MIRROR(route)
 {
     BEGIN(route);
-    route_spans(m, &p);
+    send_route(m, &p);
     RUN(route);
 }
-static void moe_spans(struct kern_dev *m, struct kern_moe *p)
+static void send_moe(struct kern_dev *m, struct kern_moe *p)
 {
     const int64_t T = p->T;
     p->x = in(m, p->x, T * p->D * act(p->act));
@@ -558,7 +558,7 @@ static void moe_spans(struct kern_dev *m, struct kern_moe *p)
 MIRROR(moe)
 {
     BEGIN(moe);
-    moe_spans(m, &p);
+    send_moe(m, &p);
     RUN(moe);
 }
 MIRROR(swiglu)
@@ -575,8 +575,8 @@ MIRROR(ffn)
     BEGIN(ffn);
     const int64_t n = (int64_t)p.swiglu.T * p.swiglu.I * act(p.swiglu.act);
     send_linear(m, &p.gate, false);
-    route_spans(m, &p.route);
-    moe_spans(m, &p.moe);
+    send_route(m, &p.route);
+    send_moe(m, &p.moe);
     send_linear(m, &p.w1, false);
     send_linear(m, &p.w3, false);
     p.swiglu.g = in(m, p.swiglu.g, n);

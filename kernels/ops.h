@@ -125,7 +125,7 @@ struct kern_linears {
     const struct kern_linear *each;     /* [n], of one x: pointer, type, ld_x, T, groups * K */
     const struct kern_rmsnorm *norm;    /* NULL, or x and y are that x */
     const struct kern_heads_rope *rope; /* NULL, or q is that x, its rows tight; without a norm */
-    int32_t n;
+    int32_t n;                          /* a mirrored device takes up to 16 */
 };
 
 /* Window keys: rmsnorm(x, w), rotate, and K64 when act is BF16; y may be x. */
