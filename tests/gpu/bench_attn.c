@@ -23,7 +23,6 @@ struct world {
     uint32_t *ids;
     int32_t n_seqs, T, layer;
     struct kern_attention att;
-    int32_t *lists, *n_lists;
 };
 
 /* B sequences of n_rows rows that end at position `context`. */
