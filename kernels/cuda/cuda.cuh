@@ -87,7 +87,8 @@ const struct cuda_weight *cuda_weights_of(struct kern_stream *s, const struct ke
 /* Are the codes of this placed array of MXFP4 in the form for products of codes? */
 bool cuda_placed_e4m3(struct kern_stream *s, const struct kern_weight *w);
 /* Enqueues that they are in bf16's from now on: once, for ops that cannot have products of codes.
- * Not into a graph; what is captured has run before. */
+ * TOW_EINVAL: not placed; or a graph is being captured, which never comes to that, for what is
+ * captured has run before. */
 int cuda_place_for_bf16(struct kern_stream *s, const struct kern_weight *w);
 
 /* A host array [n] of bytes to the device, until the next call of this function; NULL: no memory.

@@ -138,9 +138,8 @@ static __device__ __forceinline__ uint2 dev_mxfp4_table_at(uint2 table, uint32_t
 {
     return make_uint2(scale * 0x08080800u + table.x, scale * 0x08080808u + table.y);
 }
-enum {
-    CUDA_E4M3_SPREAD = 11
-}; /* powers of two that scales may be below the largest of their row */
+/* Powers of two that scales may be below the largest of their row. */
+enum { CUDA_E4M3_SPREAD = 11 };
 /* What 2^6 of a row's stands for, divided by 2^6: a power of two, maybe subnormal. */
 static __device__ __forceinline__ float dev_mxfp4_unit(int top)
 {

@@ -6,23 +6,25 @@
 
 extern const struct kern_ops kern_cuda;
 
-/* Products of bf16 rows with fp8 or bf16 weights by wgmma, where there is and where it is faster: on. Only
- * gemm_test and bench_gemm turn it off, to compare bits and times. */
+/* Products of bf16 rows with fp8 or bf16 weights by wgmma, where there is and where it is faster:
+ * on. Only gemm_test and bench_gemm turn it off, to compare bits and times. */
 extern int cuda_wide_products;
-/* Products of dense fp8 weights with rows quantized to fp8, and of fp8 index keys: 0, both widened; 1, by
- * the codes themselves (sm_90; kern_dev_fp8_products() says at what price). Read at launch. */
+/* Products of fp8 weights and of MXFP4 experts with rows quantized to fp8, and of fp8 index keys:
+ * 0, all widened; 1, by the codes themselves (sm_90; kern_dev_fp8_products() says at what price).
+ * Read at launch; MXFP4 experts must also have been placed while it was 1. */
 extern int cuda_fp8_products;
-/* Pairs an expert has on average from which products with 4-bit experts go by wgmma; 0: never. Tiles of
- * fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the bits, bench_moe the
- * times. */
+/* Pairs an expert has on average from which widened products with 4-bit experts go by wgmma; 0:
+ * never. Tiles of fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the
+ * bits, bench_moe the times. */
 extern int cuda_wide_experts;
 /* Products of few rows begin to read weights while their rows are still being quantized; off: it
  * saves 1 to 2 us a product and is right in a graph (gemm_test), but no whole step has been run
  * so. */
 extern int cuda_early_products;
-/* Small kernels begin while the one before still ends: on. */
+/* Kernels begin while the one before still ends: on. Only bench_norm turns it off, to compare
+ * times. */
 extern int cuda_early_launches;
-/* Kernels of the graph that was captured last; bench_step prints it. */
+/* Kernels of the graph that was captured last; bench_step prints it, launch_test checks it. */
 extern int cuda_graph_kernels;
 
 #endif

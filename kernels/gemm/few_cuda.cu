@@ -184,9 +184,8 @@ static __device__ __forceinline__ void
 own_rows(const struct cuda_product &p, const uint16_t *x, int32_t T, int kw, int ks, int my_k0,
          const struct change &c, const float *squares, uint16_t *to, int32_t ld)
 {
-    enum {
-        AT_ONCE = HOW == NORMED ? 1 : BATCH
-    }; /* normed rows are close by: they were read before */
+    /* Normed rows are close by: they were read before. */
+    enum { AT_ONCE = HOW == NORMED ? 1 : BATCH };
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, shift = __ffs(kw) - 1;
     const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
     const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw;

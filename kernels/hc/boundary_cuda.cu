@@ -11,9 +11,8 @@ int kern_hc_collapse_cuda(struct kern_stream *s, const struct kern_hc_collapse *
 int kern_rmsnorm_cuda(struct kern_stream *s, const struct kern_rmsnorm *p);
 }
 
-enum {
-    FEW_ROWS = 128
-}; /* about where a round of tiles of sixteen takes as long as one tile of 64 */
+/* About where a round of tiles of sixteen takes as long as one tile of 64. */
+enum { FEW_ROWS = 128 };
 
 int cuda_hc_clusters(struct kern_stream *s, const void *kernel, unsigned threads, size_t shared,
                      struct cuda_clusters *found)
