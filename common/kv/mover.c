@@ -6,7 +6,8 @@
  *          next time. While bytes move, parts wait there too and are told every MOVER_TELL_MS, runs
  *          of pages as one event: waking the control thread costs more than moving a small page.
  *          Offers are worked off a few at a time, so that a long list holds up nobody. What a turn
- *          has to say to a peer leaves as one message.
+ *          has to say to a peer leaves together, at its end; acknowledgements alone wait
+ *          MOVER_ACK_MS for others, while there is more to move.
  *          Commands are looked at before any message is: whatever the control thread did before it
  *          told the world (expect, then GRANT) is then known here before the world can answer.
  *

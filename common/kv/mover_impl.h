@@ -220,7 +220,8 @@ struct kv_mover {
     bool relink, relinking; /* asked for; under way: what comes in is for the old link */
 };
 
-/* mover.c */
+/* mover.c. note: NULL, or ev->note_bytes, copied. A part is joined to the event before it, where
+ * that tells its neighbours and has not left yet. */
 void mover_post(struct kv_mover *m, const struct kv_mover_event *ev, const void *note);
 void mover_post_part(struct kv_mover *m, struct kv_ticket t, uint64_t cookie, uint32_t index);
 void mover_run_commands(struct kv_mover *m);
