@@ -30,8 +30,8 @@
  * from equal inputs, and exact mode, are held to what the CPU is. */
 #define EXACT_TOL    2e-4
 #define DEPLOYED_TOL 0.2
-#define MOVED        1e-3 /* of the row's rms */
-#define MOVED_SCORES (test_products_fp8() ? 1.0 : on_cpu() ? 0.20 : 0.25)
+#define MOVED        1e-3                     /* of the row's rms */
+#define MOVED_SCORES (on_cpu() ? 0.20 : 0.25) /* with fp8 products any may move */
 #define MOVED_RANKS  (test_products_fp8() ? 0.85 : on_cpu() ? 0.12 : 0.15)
 #define FAR_SCORES   (test_products_fp8() ? 0.35 : on_cpu() ? 0.0 : 0.005)
 /* From the same inputs: float32 sums of 128 products, by the sum of their absolute values. */
@@ -446,7 +446,8 @@ static void check_case(const struct golden_case *c, struct seen fp4[2][MAX_LAYER
     assert_int_equal(r.sums.far, 0);
     assert_true(t.far <= (c->exact ? 0 : FAR_SCORES) * t.ranks);
     assert_true(t.moved_ranks <= (c->exact ? 0 : MOVED_RANKS) * t.ranks);
-    assert_true(t.moved_scores <= (c->exact ? 0 : MOVED_SCORES) * t.ranks);
+    if (c->exact || !test_products_fp8())
+        assert_true(t.moved_scores <= (c->exact ? 0 : MOVED_SCORES) * t.ranks);
     free(r.q);
     free(r.weights);
     if (r.others) golden_close(r.others);
