@@ -49,7 +49,7 @@ int ctl_eval_main(int argc, char **argv)
          .type = TOW_OPT_STRING,
          .out = &e.tokens_path,
          .required = true,
-         .help = "safetensors with prompt, and if wanted positions and greedy"},
+         .help = "safetensors with prompt (I32 token ids), and if wanted positions and greedy"},
         {.name = "out",
          .type = TOW_OPT_STRING,
          .out = &e.out_path,

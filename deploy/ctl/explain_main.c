@@ -22,15 +22,19 @@ struct settings {
     bool json, text, verbose;
 };
 
-/* A request id within --record-dir, or a file: what holds a '/' or ends in .json. */
+/* A request id within --record-dir, or a file: what holds a '/' or ends in .json. A name in .json that
+ * is not here is looked for in --record-dir, whose listing gives such names. */
 static int load(const struct settings *s, const char *what, struct text_record *rec,
                 struct tow_err *err)
 {
     char path[4096];
     const size_t n = strlen(what), m = strlen(TEXT_RECORD_SUFFIX);
-    if (strchr(what, '/') || (n > m && !strcmp(what + n - m, TEXT_RECORD_SUFFIX)))
+    const bool suffix = n > m && !strcmp(what + n - m, TEXT_RECORD_SUFFIX);
+    if (strchr(what, '/') || (suffix && (!s->record_dir || access(what, F_OK) == 0)))
         return text_record_load(rec, what, err);
-    if (!text_record_id_ok(what))
+    char id[TEXT_RECORD_MAX_ID + 2]; /* one byte too many is seen */
+    snprintf(id, sizeof id, "%.*s", (int)(suffix ? n - m : n), what);
+    if (!text_record_id_ok(id))
         return tow_fail(err, TOW_EINVAL,
                         "'%.80s' is neither a request id (at most %d letters, digits, '-', '_') "
                         "nor a file",
@@ -38,11 +42,13 @@ static int load(const struct settings *s, const char *what, struct text_record *
     if (!s->record_dir)
         return tow_fail(err, TOW_ECONFIG,
                         "%s: --record-dir names the folder that the router records to", what);
-    if ((size_t)snprintf(path, sizeof path, "%s/%s" TEXT_RECORD_SUFFIX, s->record_dir, what) >=
+    if ((size_t)snprintf(path, sizeof path, "%s/%s" TEXT_RECORD_SUFFIX, s->record_dir, id) >=
         sizeof path)
         return tow_fail(err, TOW_ECONFIG, "--record-dir: longer than %zu bytes", sizeof path);
     int rc = text_record_load(rec, path, err);
-    if (rc == TOW_ENOENT)
+    if (rc == TOW_ENOENT && access(s->record_dir, F_OK) < 0)
+        tow_fail(err, rc, "--record-dir: %s: %m", s->record_dir);
+    else if (rc == TOW_ENOENT)
         tow_fail(err, rc, "%s: no record of it in %s: never recorded, or removed to make room",
                  what, s->record_dir);
     return rc;

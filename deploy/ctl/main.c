@@ -41,7 +41,15 @@ int main(int argc, char **argv)
         tow_print_version("towpath-ctl");
         return CTL_EXIT_GOOD;
     }
-    int help = argc > 1 && (!strcmp(argv[1], "--help") || !strcmp(argv[1], "help"));
+    if (argc > 2 && !strcmp(argv[1], "help")) {
+        for (size_t i = 0; i < n; i++)
+            if (!strcmp(argv[2], commands[i].name))
+                return commands[i].run(2, (char *[]){argv[2], (char[]){"--help"}, NULL});
+        argv++; /* named as unknown below */
+        argc--;
+    }
+    int help = argc > 1 &&
+               (!strcmp(argv[1], "--help") || !strcmp(argv[1], "-h") || !strcmp(argv[1], "help"));
     FILE *to = help ? stdout : stderr;
     if (argc > 1 && !help) fprintf(to, "towpath-ctl: no command '%s'\n", argv[1]);
     fprintf(to, "usage: towpath-ctl COMMAND [flags]   (COMMAND --help lists its flags)\n");

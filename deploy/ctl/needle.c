@@ -101,10 +101,17 @@ int ctl_cell_parse(const char *text, struct ctl_cell *out, struct tow_err *err)
     const char *p = text;
     static const enum ctl_axis order[] = {CTL_AXIS_LENGTH, CTL_AXIS_DEPTH, CTL_AXIS_FILLER,
                                           CTL_AXIS_FILLER, CTL_AXIS_KEYS,  CTL_AXIS_TOPK};
+    static const char *const names[] = {"LENGTH", "DEPTH", "FILLER", "REP", "KEYS", "TOPK"};
     for (int i = 0; i < 6; i++) {
         size_t n = strcspn(p, ",");
         v[i] = i == 3 ? number(p, n) : axis_value(order[i], p, n);
         bool more = p[n] == ',';
+        if (v[i] < 0 && n)
+            return tow_fail(err, TOW_ECONFIG,
+                            "--cell %s: of LENGTH,DEPTH,FILLER,REP,KEYS,TOPK, %s '%.*s' is not "
+                            "right; expected %s",
+                            text, names[i], (int)(n < 40 ? n : 40), p,
+                            i == 3 ? "a whole number" : axes[order[i]].right);
         if (v[i] < 0 || more != (i < 5))
             return tow_fail(err, TOW_ECONFIG,
                             "--cell %s: expected LENGTH,DEPTH,FILLER,REP,KEYS,TOPK, as "

@@ -104,6 +104,10 @@ static void test_ctl_needle__grid_has_each_cell_once_and_prints_as_it_parses(voi
         assert_int_equal(ctl_cell_parse(wrong[i], &c, &err), TOW_ECONFIG);
         assert_non_null(strstr(err.msg, "LENGTH,DEPTH,FILLER,REP,KEYS,TOPK"));
     }
+    struct ctl_cell c;
+    struct tow_err err = {0};
+    assert_int_equal(ctl_cell_parse("1024,0,foo,0,own,1", &c, &err), TOW_ECONFIG);
+    assert_non_null(strstr(err.msg, "FILLER 'foo' is not right; expected one of words"));
     tow_buf_fini(&b);
 }
 
