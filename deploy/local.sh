@@ -101,13 +101,15 @@ up() {
             esac
             shift 2 ;;
         --) shift; break ;;
-        *) usage ;;
+        -h | --help) usage ;;
+        *) die "'$1': unknown to up, which has --model, --prefill, --decode, --http; a program's own flags come after --" ;;
         esac
     done
-    for n in "$n_prefill" "$n_decode"; do
-        case $n in '' | *[!0-9]*) die "--prefill and --decode are counts" ;; esac
-        [ "$n" -gt 0 ] || die "--prefill and --decode: at least 1 of each, or nothing is ever ready"
+    for n in "--prefill $n_prefill" "--decode $n_decode"; do
+        case ${n#* } in '' | *[!0-9]*) die "${n%% *}: must be a whole number, 1 or more, is '${n#* }'" ;; esac
+        [ "${n#* }" -gt 0 ] || die "$n: at least 1 of each role, or nothing is ever ready"
     done
+    case $http in *:0) die "--http $http: clients and this script need a port they know, 1 to 65535" ;; esac
     [ -d "$model" ] || die "--model: $model is not a folder"
     for p in router prefill decode; do [ -x "$BIN/towpath-$p" ] || die "$BIN/towpath-$p is missing; run make"; done
     if [ -e "$RUN/processes" ]; then
