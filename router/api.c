@@ -885,8 +885,9 @@ static int load_keys(struct rtr_api *a, const char *path, struct tow_err *err)
         return tow_fail(err, TOW_ECONFIG, "--api-key-file %s: not a regular file", path);
     FILE *f = fopen(path, "re");
     if (!f) return tow_fail(err, TOW_ECONFIG, "--api-key-file %s: cannot be read: %m", path);
-    if (fstat(fileno(f), &st) == 0 && (st.st_mode & 077)) {
-        tow_warn("--api-key-file %s: others may read it; mode 0600 is meant", path);
+    if (fstat(fileno(f), &st) == 0 && (st.st_mode & 037)) {
+        tow_warn("--api-key-file %s has mode %04o; 0640 or tighter is meant", path,
+                 (unsigned)(st.st_mode & 07777));
     }
     char line[MAX_KEY_BYTES + 2];
     int rc = 0;

@@ -137,7 +137,8 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
     memset(j, 0, sizeof *j);
     j->slot = j->replaced = RTR_NO_WORKER;
     if (!token_matches(g, m->join_token))
-        return refuse(j, TOW_EAUTH, "join_token", "the router's", "another", err);
+        return refuse(j, TOW_EAUTH, "join_token", "the router's",
+                      m->join_token.len ? "another" : "none", err);
     if (m->version_max < WIRE_PROTOCOL_MIN || m->version_min > WIRE_PROTOCOL_MAX ||
         m->version_min > m->version_max) {
         snprintf(a, sizeof a, "%d..%d", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
