@@ -1320,9 +1320,11 @@ static void run_late(struct rtr_route *r, struct run *run, uint64_t now_ms, stru
     }
     if (!run->progressed && now_ms >= run->queue_ends_ms) {
         bool ready = rtr_route_ready(r, now_ms, &why);
+        char late[64];
+        snprintf(late, sizeof late, "waited longer than %g s (--queue-timeout)",
+                 r->cfg.queue_timeout_ms / 1000.0);
         fail_job(r, run, TOW_EBUSY, 503, ready ? "queue_timeout" : "no_capacity",
-                 ready ? "waited longer than --queue-timeout" : "no workers are ready", now_ms,
-                 out);
+                 ready ? late : "no workers are ready", now_ms, out);
         return;
     }
     int s = run->state == PREFILLING && run->attempt->tokens_left ? P : D;
@@ -1512,7 +1514,7 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
         return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
     }
     if (n > r->cfg.max_queued) {
-        snprintf(text, sizeof text, "n is %u, must be at most %u (--max-queued)", n,
+        snprintf(text, sizeof text, "n: %u answers in all, must be at most %u (--max-queued)", n,
                  r->cfg.max_queued);
         return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
     }
