@@ -330,6 +330,16 @@ static int prepare_one_by_one(struct kern_stream *s, const struct kern_prepare *
     if (rc == 0 && p->compress) rc = faulty.compress(s, p->compress);
     return rc == 0 && p->index ? faulty.index_query(s, p->index) : rc;
 }
+static int ffn_one_by_one(struct kern_stream *s, const struct kern_ffn *p)
+{
+    int rc = faulty.linear(s, &p->gate);
+    if (rc == 0) rc = faulty.route(s, &p->route);
+    if (rc == 0) rc = faulty.moe(s, &p->moe);
+    if (rc == 0) rc = faulty.linear(s, &p->w1);
+    if (rc == 0) rc = faulty.linear(s, &p->w3);
+    if (rc == 0) rc = faulty.swiglu(s, &p->swiglu);
+    return rc < 0 ? rc : faulty.linear(s, &p->w2);
+}
 
 #define FAULT(fn, op, with)                                                                        \
     static const struct kern_ops *fn(const struct kern_ops *of_device)                             \
@@ -337,6 +347,7 @@ static int prepare_one_by_one(struct kern_stream *s, const struct kern_prepare *
         good = faulty = *of_device;                                                                \
         faulty.linears = linears_one_by_one;                                                       \
         faulty.prepare = prepare_one_by_one;                                                       \
+        faulty.ffn = ffn_one_by_one;                                                               \
         faulty.op = with;                                                                          \
         return &faulty;                                                                            \
     }
