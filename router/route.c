@@ -1320,6 +1320,12 @@ static void run_late(struct rtr_route *r, struct run *run, uint64_t now_ms, stru
     }
     if (!run->progressed && now_ms >= run->queue_ends_ms) {
         bool ready = rtr_route_ready(r, now_ms, &why);
+        /* A stream that gave way for pages gets them when older answers end, however long those
+         * are: what its client has is not thrown away for that. */
+        if (ready && run->n_output > 0) {
+            run->queue_ends_ms = now_ms + r->cfg.queue_timeout_ms;
+            return;
+        }
         char late[64];
         snprintf(late, sizeof late, "waited longer than %g s (--queue-timeout)",
                  r->cfg.queue_timeout_ms / 1000.0);

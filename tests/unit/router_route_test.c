@@ -418,6 +418,56 @@ static void test_route__busy_worker_is_tried_again_and_never_left_out(void **sta
     teardown(&w);
 }
 
+/* A stream that gave way for pages waits for them as long as it takes; without workers, and for who
+ * has not begun, the queue time counts. */
+static void test_route__begun_stream_outlasts_the_queue_time(void **state)
+{
+    (void)state;
+    struct world w;
+    struct rtr_job *job;
+    struct rtr_refusal f;
+    setup(&w);
+    join_prefill(&w);
+    join_decode(&w, D1, "d1");
+    assert_int_equal(submit(&w, 1, 10, 9, &job, &f), 0);
+    struct wire_ticket t = sent(&w, WIRE_RESERVE_MSG)->msg.reserve.ticket;
+    grant(&w, D1, t);
+    done(&w, t);
+    tokens(&w, D1, t, 0, 3);
+    failed(&w, D1, t, TOW_EFULL);
+    assert_int_equal(submit(&w, 1, 10, 2, &job, &f), 0);
+    int refused = 0;
+    for (uint64_t end = w.now + 4 * 5000; w.now < end; w.now += 25) {
+        beat(&w, P1);
+        beat(&w, D1);
+        event(&w, RTR_ON_TICK, 0);
+        struct rtr_action *fail = nth(&w, RTR_DO_FAIL, 0, 0, 0);
+        if (fail) {
+            assert_ptr_equal(fail->job, job);
+            assert_string_equal(fail->refusal.reason, "queue_timeout");
+            refused++;
+        }
+        for (struct rtr_action *r; (r = sent(&w, WIRE_RESERVE_MSG)) != NULL;)
+            deny(&w, D1, r->msg.reserve.ticket, TOW_EFULL);
+    }
+    assert_int_equal(refused, 1);
+    struct rtr_action *r = NULL;
+    for (int i = 0; i < 40 && !r; i++, w.now += 25) {
+        event(&w, RTR_ON_TICK, 0);
+        r = sent(&w, WIRE_RESERVE_MSG);
+    }
+    assert_non_null(r);
+    assert_int_equal(r->msg.reserve.outputs.n, 3);
+    failed(&w, D1, r->msg.reserve.ticket, TOW_EFULL);
+    rtr_actions_clear(&w.acts);
+    event(&w, RTR_ON_CLOSED, D1);
+    for (uint64_t end = w.now + 2 * 5000; w.now < end && !nth(&w, RTR_DO_FAIL, 0, 0, 0);
+         w.now += 25)
+        event(&w, RTR_ON_TICK, 0);
+    assert_string_equal(nth(&w, RTR_DO_FAIL, 0, 0, 0)->refusal.reason, "no_capacity");
+    teardown(&w);
+}
+
 static void left_out_and_back(int code)
 {
     struct world w;
@@ -1145,6 +1195,7 @@ int main(void)
         cmocka_unit_test(test_route__join_that_does_not_fit_is_refused_with_both_values),
         cmocka_unit_test(test_route__queue_has_exact_limits),
         cmocka_unit_test(test_route__busy_worker_is_tried_again_and_never_left_out),
+        cmocka_unit_test(test_route__begun_stream_outlasts_the_queue_time),
         cmocka_unit_test(test_route__failing_worker_is_left_out_probed_and_comes_back),
         cmocka_unit_test(test_route__short_prompts_never_wait_for_long_ones_and_starve_none),
         cmocka_unit_test(test_route__stream_goes_on_elsewhere_after_loss_of_decode),
