@@ -243,8 +243,7 @@ static int converse(struct chat *c)
         if (n == 5 && !memcmp(line, "/quit", 5)) break;
         if (n == 0) continue;
         struct tow_err err = {0};
-        if (ask_text(c, line, (size_t)n, &err) < 0)
-            ctl_complain("chat", &err);
+        if (ask_text(c, line, (size_t)n, &err) < 0) ctl_complain("chat", &err);
     }
     free(line);
     return 0;
