@@ -40,6 +40,7 @@
 
 enum { SWEEP_MS = 100, FINISH_MS = 1000, IOV_MAX_NNG = 8, CHUNK_BYTES = 65536, WHY_MAX = 600 };
 enum { STABLE_MS = 5000 }; /* a connection that lived so long starts the pauses afresh */
+enum { WAYS_MAX = 3 };     /* ways to one URL: nng's own choice of address, IPv4, IPv6 */
 
 enum io_kind { IO_RECV, IO_SEND, IO_ACCEPT, IO_DIAL };
 
@@ -109,7 +110,9 @@ struct net_ctl_server {
 
 struct net_ctl_dialer {
     struct owner o;
-    nng_stream_dialer *dialer;
+    nng_stream_dialer *ways[WAYS_MAX]; /* tried in this order before a pause */
+    uint32_t n_ways, way;
+    int first_rv;         /* of the first way of this round */
     uint64_t retry_at_ms; /* 0: not waiting */
     uint32_t pause_ms;
 };
@@ -441,6 +444,7 @@ size_t net_ctl_unsent(const struct net_ctl *c)
 static void server_accept(struct net_ctl_server *s);
 static void dialer_dial(struct net_ctl_dialer *d);
 static void dialer_retry(struct net_ctl_dialer *d, const char *why, bool fresh);
+static void ways_free(struct net_ctl_dialer *d);
 static void owner_free(struct owner *o);
 
 static void on_accepted(struct net_ctl_server *s, int rv)
@@ -467,7 +471,12 @@ static void on_dialed(struct net_ctl_dialer *d, int rv)
 {
     struct owner *o = &d->o;
     if (rv != 0) {
-        if (!o->closed) dialer_retry(d, nng_strerror(rv), false);
+        if (o->closed) return;
+        if (d->way == 0) d->first_rv = rv; /* what the URL itself met is what is told */
+        if (++d->way < d->n_ways)
+            dialer_dial(d);
+        else
+            dialer_retry(d, nng_strerror(d->first_rv), false);
         return;
     }
     nng_stream *stream = nng_aio_get_output(o->io.aio, 0);
@@ -583,7 +592,7 @@ static void owner_free(struct owner *o)
 {
     nng_aio_free(o->io.aio);
     if (o->io.kind == IO_DIAL)
-        nng_stream_dialer_free(((struct net_ctl_dialer *)o)->dialer);
+        ways_free((struct net_ctl_dialer *)o);
     else
         nng_stream_listener_free(((struct net_ctl_server *)o)->listener);
     net_timer_close(o->sweep);
@@ -686,12 +695,45 @@ void net_ctl_server_close(struct net_ctl_server *s)
 
 /* --- dialer ----------------------------------------------------------------------------------- */
 
+static void ways_free(struct net_ctl_dialer *d)
+{
+    while (d->n_ways) nng_stream_dialer_free(d->ways[--d->n_ways]);
+}
+
+static int way_add(struct net_ctl_dialer *d, const char *url)
+{
+    nng_stream_dialer **way = &d->ways[d->n_ways];
+    int rv = nng_stream_dialer_alloc(way, url);
+    if (rv != 0) return rv;
+    d->n_ways++;
+    nng_stream_dialer_set_bool(*way, NNG_OPT_TCP_NODELAY, true);
+    nng_stream_dialer_set_bool(*way, NNG_OPT_TCP_KEEPALIVE, true);
+    return 0;
+}
+
+/* nng dials only the first address that a name resolves to. "localhost" is ::1 first on newer
+ * systems and may be served on 127.0.0.1 alone, so a name is dialled in both families too. */
+static int ways_open(struct net_ctl_dialer *d, const char *url)
+{
+    int rv = way_add(d, url);
+    if (rv != 0 || strncmp(url, "tcp://", 6) != 0) return rv;
+    const char *host = url + 6;
+    if (host[0] == '[' || strspn(host, "0123456789.") == strcspn(host, ":/")) return 0;
+    for (const char *family = "46"; *family; family++) {
+        char one[sizeof d->o.url + 1];
+        snprintf(one, sizeof one, "tcp%c://%s", *family, host);
+        rv = way_add(d, one);
+        if (rv == NNG_ENOMEM) return rv;
+    }
+    return 0;
+}
+
 static void dialer_dial(struct net_ctl_dialer *d)
 {
     d->retry_at_ms = 0;
     d->o.io.pending = true;
     nng_aio_set_timeout(d->o.io.aio, (nng_duration)d->o.cfg.dial_ms);
-    nng_stream_dialer_dial(d->dialer, d->o.io.aio);
+    nng_stream_dialer_dial(d->ways[d->way], d->o.io.aio);
 }
 
 static void dialer_retry(struct net_ctl_dialer *d, const char *why, bool fresh)
@@ -703,6 +745,7 @@ static void dialer_retry(struct net_ctl_dialer *d, const char *why, bool fresh)
         d->pause_ms = d->pause_ms > cfg->retry_max_ms / 2 ? cfg->retry_max_ms : d->pause_ms * 2;
     /* Jitter, so that the workers of a restarted router do not come back in step. */
     uint64_t pause = d->pause_ms - tow_random_u64() % (d->pause_ms / 2 + 1);
+    d->way = 0;
     d->retry_at_ms = tow_now_ms() + pause;
     if (d->o.hooks.on_retry) d->o.hooks.on_retry(d->o.arg, d->o.url, why, pause);
 }
@@ -718,14 +761,13 @@ int net_ctl_dial(struct net_ctl_dialer **out, struct net_loop *loop, const char 
         free(d);
         return rc;
     }
-    int rv = nng_stream_dialer_alloc(&d->dialer, url);
+    int rv = ways_open(d, url);
     if (rv != 0) {
+        ways_free(d);
         owner_abandon(&d->o);
         return tow_fail(err, TOW_ECONFIG, "control URL %s: %s%s", url, nng_strerror(rv),
                         rv == NNG_ENOMEM ? ", or out of threads (ulimit -u)" : "");
     }
-    nng_stream_dialer_set_bool(d->dialer, NNG_OPT_TCP_NODELAY, true);
-    nng_stream_dialer_set_bool(d->dialer, NNG_OPT_TCP_KEEPALIVE, true);
     dialer_dial(d);
     *out = d;
     return 0;
@@ -734,6 +776,6 @@ int net_ctl_dial(struct net_ctl_dialer **out, struct net_loop *loop, const char 
 void net_ctl_dialer_close(struct net_ctl_dialer *d)
 {
     if (!d || d->o.closed) return;
-    nng_stream_dialer_close(d->dialer);
+    for (uint32_t i = 0; i < d->n_ways; i++) nng_stream_dialer_close(d->ways[i]);
     owner_close(&d->o);
 }

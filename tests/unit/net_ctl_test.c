@@ -9,6 +9,7 @@
 #include "proto/messages.h"
 
 #include <arpa/inet.h>
+#include <netdb.h>
 #include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -341,6 +342,42 @@ static void test_net_ctl__dialer_waits_for_the_server_and_survives_its_restart(v
     pair_close(&p);
 }
 
+/* The loopback address of one family under the name that both share. */
+static void dials_localhost(const char *listen_url, int family)
+{
+    struct addrinfo *there = NULL, hints = {.ai_family = family, .ai_socktype = SOCK_STREAM};
+    bool known = getaddrinfo("localhost", NULL, &hints, &there) == 0;
+    if (known) freeaddrinfo(there);
+    struct net_loop *loop;
+    struct net_ctl_server *server;
+    struct net_ctl_dialer *dialer;
+    struct side s = {0}, d = {0};
+    struct tow_err err = {0};
+    assert_int_equal(net_loop_open(&loop, &err), 0);
+    if (!known || net_ctl_listen(&server, loop, listen_url, &quick, &hooks, &s, &err) < 0) {
+        print_message("no localhost of %s here: not tried\n", listen_url);
+        net_loop_free(loop);
+        return;
+    }
+    char url[128];
+    snprintf(url, sizeof url, "tcp://localhost%s", strrchr(net_ctl_server_url(server), ':'));
+    assert_int_equal(net_ctl_dial(&dialer, loop, url, &quick, &hooks, &d, &err), 0);
+    turn_until(loop, &d.opens, 1);
+    assert_int_equal(d.retries, 0); /* the other family is no failed attempt */
+    net_ctl_server_close(server);
+    turn_until(loop, &d.retries, 2); /* gone: told, and tried on */
+    net_ctl_dialer_close(dialer);
+    net_loop_free(loop);
+    assert_int_equal(d.opens, d.closes);
+}
+
+static void test_net_ctl__name_is_dialled_in_both_families(void **state)
+{
+    (void)state;
+    dials_localhost("tcp://127.0.0.1:0", AF_INET);
+    dials_localhost("tcp://[::1]:0", AF_INET6);
+}
+
 static void test_net_ctl__port_in_use_names_the_url(void **state)
 {
     (void)state;
@@ -393,6 +430,7 @@ int main(void)
         cmocka_unit_test(test_net_ctl__peer_that_does_not_read_is_closed),
         cmocka_unit_test(test_net_ctl__frame_without_memory_ends_the_connection),
         cmocka_unit_test(test_net_ctl__dialer_waits_for_the_server_and_survives_its_restart),
+        cmocka_unit_test(test_net_ctl__name_is_dialled_in_both_families),
         cmocka_unit_test(test_net_ctl__port_in_use_names_the_url),
         cmocka_unit_test(test_net_ctl__server_closes_what_is_above_its_limit),
     };
