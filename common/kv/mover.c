@@ -247,7 +247,6 @@ static int start(struct kv_mover *m, struct tow_err *err)
     uint8_t *probe = (uint8_t *)m->areas[KV_AREA_PAGES] + m->cfg.area_bytes[KV_AREA_PAGES];
     for (size_t i = 0; i < m->cfg.page_bytes; i++) probe[i] = (uint8_t)(i * 131 + (i >> 8));
     const void *address = net_link_address(m->link, &m->address_bytes);
-    m->has_cuda = net_link_has_cuda(m->link);
     if (m->address_bytes > WIRE_MAX_ADDRESS) {
         net_link_free(m->link);
         m->link = NULL;
@@ -437,10 +436,6 @@ void kv_mover_close(struct kv_mover *m)
 void *kv_mover_area(const struct kv_mover *m, enum kv_area area)
 {
     return m->areas[area];
-}
-bool kv_mover_has_cuda(const struct kv_mover *m)
-{
-    return m->has_cuda;
 }
 const void *kv_mover_address(const struct kv_mover *m, size_t *bytes)
 {

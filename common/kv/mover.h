@@ -72,7 +72,6 @@ void kv_mover_close(struct kv_mover *m);
 void *kv_mover_area(const struct kv_mover *m, enum kv_area area); /* base; valid until close */
 /* This process's address for peers, to go into HELLO; borrowed until the next kv_mover_event(). */
 const void *kv_mover_address(const struct kv_mover *m, size_t *bytes);
-bool kv_mover_has_cuda(const struct kv_mover *m);
 
 /* Prefill: keep a link to this decode process, coming back after failures, until dropped. The same
  * name with a new incarnation replaces the old link. Answered by PEER_UP or PEER_DOWN, again at

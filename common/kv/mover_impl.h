@@ -44,6 +44,7 @@ enum {
     MOVER_PROBES = 16,      /* pages moved to prove a link; the first one only warms it up */
     MOVER_PROBE_WINDOW = 4,
     MOVER_TEXT = 160,
+    MOVER_TOLD = 16,      /* refused peers whose line is remembered */
     MOVER_LABEL_BYTES = 8 /* before each frame: the random number that names the connection */
 };
 
@@ -178,6 +179,12 @@ struct mover_fact {
     char field[WIRE_MAX_NAME + 1], value[WIRE_MAX_VALUE + 1];
 };
 
+/* Refused peers whose line is in the log: they greet again and again. */
+struct mover_told {
+    char name[KV_MOVER_NAME_MAX + 1];
+    uint64_t hash; /* of the line */
+};
+
 struct kv_mover {
     /* fixed after open */
     struct kv_mover_config cfg;
@@ -187,7 +194,6 @@ struct kv_mover {
     pthread_t thread;
     int wake_fd;
     void *areas[KV_AREAS];
-    bool has_cuda;
     /* between the threads */
     struct tow_inbox *commands; /* of struct command *, owned by the taker */
     struct tow_inbox *events;   /* of struct mover_event *, owned by the taker */
@@ -215,7 +221,9 @@ struct kv_mover {
     struct tow_list *buckets;
     uint32_t n_buckets, n_tickets, n_conns;
     uint64_t now_ms, turned_ms, tick_at_ms;
-    struct kv_mover_stats own; /* published as stats */
+    struct kv_mover_stats own;          /* published as stats */
+    struct mover_told told[MOVER_TOLD]; /* the oldest is replaced */
+    uint32_t n_told;
     bool stopping;
     bool relink, relinking; /* asked for; under way: what comes in is for the old link */
 };

@@ -36,6 +36,7 @@
 #include "common/base/log.h"
 #include "common/kv/mover_impl.h"
 
+#include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -492,6 +493,31 @@ static void replace_older(struct kv_mover *m, const struct conn *newer)
     }
 }
 
+/* Once for each peer and reason, until it is taken. */
+static void tell_refused(struct kv_mover *m, const char *name, const char *fmt, ...)
+    __attribute__((format(printf, 3, 4)));
+static void tell_refused(struct kv_mover *m, const char *name, const char *fmt, ...)
+{
+    char text[sizeof((struct tow_err *)0)->msg];
+    va_list ap;
+    va_start(ap, fmt);
+    const int n = vsnprintf(text, sizeof text, fmt, ap);
+    va_end(ap);
+    const uint64_t hash = tow_hash64(text, n < (int)sizeof text ? (size_t)n : sizeof text - 1);
+    for (int i = 0; i < MOVER_TOLD; i++)
+        if (m->told[i].hash == hash && !strcmp(m->told[i].name, name)) return;
+    struct mover_told *t = &m->told[m->n_told++ % MOVER_TOLD];
+    snprintf(t->name, sizeof t->name, "%s", name);
+    t->hash = hash;
+    tow_warn("peer %s%s", name, text);
+}
+
+static void forget_refused(struct kv_mover *m, const char *name)
+{
+    for (int i = 0; i < MOVER_TOLD; i++)
+        if (!strcmp(m->told[i].name, name)) m->told[i] = (struct mover_told){0};
+}
+
 static void on_xhello(struct kv_mover *m, uint64_t label, const struct wire_xhello *h)
 {
     struct tow_err err = {0};
@@ -501,7 +527,7 @@ static void on_xhello(struct kv_mover *m, uint64_t label, const struct wire_xhel
     if (!token_fits(m, label, h->facts)) {
         /* Not even answered: that would mean to parse its address. */
         m->own.peers_refused++;
-        tow_warn("peer %s: join token differs; not answered", name);
+        tell_refused(m, name, ": join token differs; not answered");
         return;
     }
     struct conn *c = conn_new(m, label);
@@ -514,14 +540,14 @@ static void on_xhello(struct kv_mover *m, uint64_t label, const struct wire_xhel
     bool fits = rc == 0 && hello_fits(m, h, &r);
     if (fits) rc = open_keys(c, h, &err);
     if (rc < 0) {
-        tow_warn("peer %s: %s", name, err.msg);
+        tell_refused(m, name, ": %s", err.msg);
         c->state = CONN_REFUSED;
         conn_down(c, rc, err.msg);
         return;
     }
     if (!fits) {
         m->own.peers_refused++;
-        tow_warn("peer %s refused: %s: ours %s, theirs %s", name, r.field, r.ours, r.theirs);
+        tell_refused(m, name, " refused: %s: ours %s, theirs %s", r.field, r.ours, r.theirs);
         struct wire_msg no = {.type = WIRE_XREFUSE_MSG,
                               .xrefuse = {.code = TOW_EMISMATCH,
                                           .field = wire_text(r.field),
@@ -532,6 +558,7 @@ static void on_xhello(struct kv_mover *m, uint64_t label, const struct wire_xhel
         c->ping_at_ms = m->now_ms + REFUSED_MS; /* time for the message to leave */
         return;
     }
+    forget_refused(m, name);
     replace_older(m, c);
     c->state = CONN_PROVING;
     struct wire_msg yes = {.type = WIRE_XREADY_MSG,

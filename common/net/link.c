@@ -152,7 +152,6 @@ struct net_link {
     size_t address_bytes;
     uint64_t place; /* the host and network namespace we are in; 0: unknown */
     int event_fd;
-    bool has_cuda;
     struct net_link_hooks hooks;
     struct tow_list notes, ops, free_ops, eps, bulks, regions;
     uint32_t n_free_ops;
@@ -359,9 +358,6 @@ int net_link_open(struct net_link **out, const struct net_link_hooks *hooks, str
                  ucs_status_string(s));
         goto free_link;
     }
-    ucp_context_attr_t attr = {.field_mask = UCP_ATTR_FIELD_MEMORY_TYPES};
-    if (ucp_context_query(link->context, &attr) == UCS_OK)
-        link->has_cuda = (attr.memory_types & UCS_BIT(UCS_MEMORY_TYPE_CUDA)) != 0;
     if (make_datatype(link, err) < 0) goto cleanup;
     if (open_worker(link, err) < 0) goto destroy;
     *out = link;
@@ -450,11 +446,6 @@ const void *net_link_address(const struct net_link *link, size_t *bytes)
 {
     *bytes = link->address_bytes;
     return link->address;
-}
-
-bool net_link_has_cuda(const struct net_link *link)
-{
-    return link->has_cuda;
 }
 
 void net_link_stats(const struct net_link *link, struct net_link_stats *out)

@@ -67,7 +67,6 @@ unsigned net_link_progress(struct net_link *link);
  * there. True: wake_fd is readable. */
 bool net_link_wait(struct net_link *link, int wake_fd, int timeout_ms);
 void net_link_stats(const struct net_link *link, struct net_link_stats *out);
-bool net_link_has_cuda(const struct net_link *link); /* this UCX takes device pointers */
 /* The worker's address, for peers; borrowed until net_link_reopen()
  * or net_link_free(). */
 const void *net_link_address(const struct net_link *link, size_t *bytes);
