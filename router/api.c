@@ -51,6 +51,7 @@
     R(ready, "GET", "/ready", false)                                                               \
     R(metrics, "GET", "/metrics", false)                                                           \
     R(workers, "GET", "/admin/workers", true)                                                      \
+    R(refused, "GET", "/admin/refused", true)                                                      \
     R(model, "GET", "/v1/models/{id}", true)                                                       \
     R(drain, "POST", "/admin/workers/{name}/drain", true)                                          \
     R(other, "", "", false)
@@ -838,6 +839,10 @@ static void on_request(void *ctx, struct rtr_exchange *x)
     case ROUTE_metrics: reply_metrics(a, x); break;
     case ROUTE_workers:
         a->backend.workers_json(a->self, &b);
+        reply(a, route, x, 200, NULL, &b);
+        break;
+    case ROUTE_refused:
+        a->backend.refused_json(a->self, &b);
         reply(a, route, x, 200, NULL, &b);
         break;
     case ROUTE_model: reply_model(a, x, part, part_len); break;

@@ -161,6 +161,8 @@ struct rtr_backend {
     uint32_t (*context_length)(void *self, bool shadow);
     /* Appends a JSON array of workers. */
     void (*workers_json)(void *self, struct tow_buf *out);
+    /* Appends a JSON array of those that wanted to join just now and were turned away. */
+    void (*refused_json)(void *self, struct tow_buf *out);
     /* TOW_ENOENT when there is none of that name (bytes of the path, decoded; no NUL). */
     int (*drain_worker)(void *self, const char *name, struct tow_err *err);
     /* Appends Prometheus text of what the back end counts itself; NULL when there is nothing. */

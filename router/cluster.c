@@ -54,7 +54,7 @@ struct rtr_cluster {
     float logprobs[WIRE_MAX_BATCH];
     struct rtr_logprob *top; /* owned [WIRE_MAX_BATCH * RTR_MAX_TOP] */
     struct tow_gauge *g[8];
-    struct tow_counter *c[11];
+    struct tow_counter *c[12];
 };
 
 /* Time without our own pauses (SIGSTOP, a suspended machine): what came meanwhile lies unread, and
@@ -363,6 +363,10 @@ static void pair_json(const struct rtr_registry *g, uint32_t i, uint32_t k, stru
         tow_buf_printf(out, ",\"method\":\"%s\",\"mb_per_s\":%u,\"latency_us\":%u",
                        l->by_am ? "am" : "get", l->mb_per_s, l->latency_us);
     }
+    if (g->proof[p][d] == RTR_REFUTED && l->why[0]) {
+        tow_buf_puts(out, ",\"why\":");
+        json_put_string(out, l->why, strlen(l->why));
+    }
     tow_buf_putc(out, '}');
 }
 
@@ -407,6 +411,28 @@ static void workers_json(void *self, struct tow_buf *out)
     tow_buf_putc(out, ']');
 }
 
+static void refused_json(void *self, struct tow_buf *out)
+{
+    struct rtr_cluster *c = self;
+    const struct rtr_registry *g = rtr_route_registry(c->route);
+    const struct rtr_refused *f;
+    uint64_t now = now_ms(c);
+    bool first = true;
+    tow_buf_putc(out, '[');
+    for (uint32_t at = 0; (f = rtr_registry_next_refused(g, &at, now)); first = false) {
+        tow_buf_puts(out, first ? "{\"name\":" : ",{\"name\":");
+        json_put_string(out, f->name, strlen(f->name));
+        tow_buf_printf(out, ",\"role\":\"%s\",\"field\":",
+                       f->role == WIRE_PREFILL_ROLE ? "prefill" : "decode");
+        json_put_string(out, f->field, strlen(f->field));
+        tow_buf_puts(out, ",\"why\":");
+        json_put_string(out, f->why, strlen(f->why));
+        tow_buf_printf(out, ",\"times\":%llu,\"last_ms\":%llu}", (unsigned long long)f->times,
+                       (unsigned long long)(now - f->last_ms));
+    }
+    tow_buf_putc(out, ']');
+}
+
 static int drain_worker(void *self, const char *name, struct tow_err *err)
 {
     struct rtr_cluster *c = self;
@@ -425,6 +451,7 @@ const struct rtr_backend rtr_cluster_backend = {.room = room,
                                                 .ready = ready,
                                                 .context_length = context_length,
                                                 .workers_json = workers_json,
+                                                .refused_json = refused_json,
                                                 .drain_worker = drain_worker};
 
 /* ------------------------------------------------------------------ metrics */
@@ -448,9 +475,9 @@ static void collect(void *arg)
         s.tickets, prefills,    decodes};
     const uint64_t counts[] = {s.started, s.finished,      s.failed,  s.cancelled,
                                s.refused, s.attempts,      s.retries, s.pushed_back,
-                               s.denied,  s.output_tokens, s.relinks};
+                               s.denied,  s.output_tokens, s.relinks, g->refusals};
     for (int i = 0; i < 8; i++) tow_gauge_set(c->g[i], gauges[i]);
-    for (int i = 0; i < 11; i++) tow_counter_follow(c->c[i], counts[i]);
+    for (int i = 0; i < 12; i++) tow_counter_follow(c->c[i], counts[i]);
 }
 
 static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)
@@ -467,7 +494,8 @@ static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)
         {"pushed_back_total", "attempts that gave way for pages"},
         {"denied_total", "reservations or prefills denied by a worker"},
         {"output_tokens_total", "tokens sent on to clients"},
-        {"relinks_asked_total", "workers told to make their data link anew"}};
+        {"relinks_asked_total", "workers told to make their data link anew"},
+        {"joins_refused_total", "workers turned away, each time they knock"}};
     for (int i = 0; i < 4; i++) {
         const char *labels[] = {"state", states[i], NULL};
         c->g[i] = tow_gauge(m, "runs", "choices under way, by state", labels);
@@ -478,7 +506,7 @@ static void make_metrics(struct rtr_cluster *c, struct tow_metrics *m)
                                                                         "role", "decode", NULL};
     c->g[6] = tow_gauge(m, "workers", "workers joined", prefill);
     c->g[7] = tow_gauge(m, "workers", "workers joined", decode);
-    for (int i = 0; i < 11; i++) c->c[i] = tow_counter(m, counters[i][0], counters[i][1], NULL);
+    for (int i = 0; i < 12; i++) c->c[i] = tow_counter(m, counters[i][0], counters[i][1], NULL);
     tow_metrics_on_print(m, collect, c);
 }
 

@@ -690,6 +690,12 @@ static void workers_json(void *self, struct tow_buf *out)
     r->inner.workers_json(r->inner_self, out);
 }
 
+static void refused_json(void *self, struct tow_buf *out)
+{
+    struct rtr_recorder *r = self;
+    r->inner.refused_json(r->inner_self, out);
+}
+
 static int drain_worker(void *self, const char *name, struct tow_err *err)
 {
     struct rtr_recorder *r = self;
@@ -709,6 +715,7 @@ const struct rtr_backend rtr_recorder_backend = {.room = room,
                                                  .ready = ready,
                                                  .context_length = context_length,
                                                  .workers_json = workers_json,
+                                                 .refused_json = refused_json,
                                                  .drain_worker = drain_worker,
                                                  .metrics = metrics};
 

@@ -114,7 +114,8 @@ static int refuse(struct rtr_join *j, int code, const char *field, const char *o
     return tow_fail(err, code, "%s is %s, must be %s", field, theirs, ours);
 }
 
-/* Without an early way out, so that the time says nothing about the secret. */
+/* None on both sides, or the same. Without an early way out, so that the time says nothing about
+ * the secret. */
 static bool token_matches(const struct rtr_registry *g, struct wire_bytes theirs)
 {
     size_t n = strlen(g->join_token);
@@ -122,7 +123,7 @@ static bool token_matches(const struct rtr_registry *g, struct wire_bytes theirs
     for (size_t i = 0; i < n; i++)
         diff |= (unsigned)((uint8_t)g->join_token[i] ^
                            (theirs.len ? ((const uint8_t *)theirs.data)[i % theirs.len] : 0));
-    return n == 0 || diff == 0;
+    return diff == 0;
 }
 
 static bool is_silent(const struct rtr_registry *g, const struct rtr_worker *w, uint64_t now_ms)
@@ -136,9 +137,14 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
     char a[64], b[64];
     memset(j, 0, sizeof *j);
     j->slot = j->replaced = RTR_NO_WORKER;
-    if (!token_matches(g, m->join_token))
+    if (!token_matches(g, m->join_token) && g->join_token[0])
         return refuse(j, TOW_EAUTH, "join_token", "the router's",
                       m->join_token.len ? "another" : "none", err);
+    if (!token_matches(g, m->join_token)) { /* it would make no pair with a worker that has none */
+        refuse(j, TOW_EAUTH, "join_token", "none", "one", err);
+        return tow_fail(err, TOW_EAUTH,
+                        "join_token is one, must be none: this router has no --join-token-file");
+    }
     if (m->version_max < WIRE_PROTOCOL_MIN || m->version_min > WIRE_PROTOCOL_MAX ||
         m->version_min > m->version_max) {
         snprintf(a, sizeof a, "%d..%d", WIRE_PROTOCOL_MIN, WIRE_PROTOCOL_MAX);
@@ -240,8 +246,50 @@ int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *j, uint64_
         g->links[j->slot][i] = g->links[i][j->slot] = (struct rtr_link){0};
     }
     set_state(w, RTR_STARTING);
+    for (uint32_t i = 0; i < RTR_MAX_REFUSED; i++)
+        if (!strcmp(g->refused[i].name, w->name) && g->refused[i].role == w->role)
+            g->refused[i].times = 0;
     g->joins++;
     return 0;
+}
+
+static bool knocks(const struct rtr_refused *f, uint64_t now_ms)
+{
+    return f->times > 0 && now_ms < f->last_ms + RTR_REFUSED_MS;
+}
+
+bool rtr_registry_refused(struct rtr_registry *g, const struct wire_hello *m,
+                          const struct rtr_join *join, const struct tow_err *err, uint64_t now_ms)
+{
+    struct rtr_refused *at = NULL, new = {.role = (enum wire_role)m->role, .last_ms = now_ms};
+    g->refusals++;
+    wire_text_copy(m->name, new.name, sizeof new.name);
+    snprintf(new.field, sizeof new.field, "%s", join->field);
+    snprintf(new.why, sizeof new.why, "%s", err->msg);
+    for (uint32_t i = 0; i < RTR_MAX_REFUSED; i++) {
+        struct rtr_refused *f = &g->refused[i];
+        if (!knocks(f, now_ms)) {
+            if (!at) at = f;
+        } else if (f->role == new.role && !strcmp(f->name, new.name) && !strcmp(f->why, new.why)) {
+            f->times++;
+            f->last_ms = now_ms;
+            return false;
+        }
+    }
+    if (!at) return false;
+    new.times = 1;
+    *at = new;
+    return true;
+}
+
+const struct rtr_refused *rtr_registry_next_refused(const struct rtr_registry *g, uint32_t *at,
+                                                    uint64_t now_ms)
+{
+    while (*at < RTR_MAX_REFUSED) {
+        const struct rtr_refused *f = &g->refused[(*at)++];
+        if (knocks(f, now_ms)) return f;
+    }
+    return NULL;
 }
 
 void rtr_registry_lost(struct rtr_registry *g, uint32_t slot)
@@ -320,13 +368,24 @@ void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t deco
 {
     struct rtr_link *l = &g->links[prefill][decode];
     g->proof[prefill][decode] = m->ok ? RTR_PROVED : RTR_REFUTED;
-    l->transport[0] = 0;
+    l->transport[0] = l->why[0] = 0;
+    if (!m->ok) wire_text_copy(m->note, l->why, sizeof l->why);
     if (!m->ok) return;
     l->unanswered = 0;
     wire_text_copy(m->transport, l->transport, sizeof l->transport);
     l->by_am = m->method == WIRE_METHOD_AM;
     l->mb_per_s = m->mb_per_s;
     l->latency_us = m->latency_us;
+}
+
+void rtr_registry_unfit(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                        const struct rtr_join *diff)
+{
+    struct rtr_link *l = &g->links[prefill][decode];
+    g->proof[prefill][decode] = RTR_REFUTED;
+    l->transport[0] = 0;
+    snprintf(l->why, sizeof l->why, "%s: '%.40s' and '%.40s'", diff->field, diff->ours,
+             diff->theirs);
 }
 
 static bool may_relink(const struct rtr_registry *g, uint32_t slot, uint32_t unanswered,

@@ -38,11 +38,16 @@
 #define RTR_MAX_WORKERS 64
 #define RTR_TRIP        3
 #define RTR_NO_WORKER   UINT32_MAX
+#define RTR_WHY_BYTES   160
 /* Greetings in a row without answer until one end has to relink, and until it has to although it
  * still works on something; the least time between two times at one worker. */
 #define RTR_UNANSWERED      2
 #define RTR_UNANSWERED_BUSY 6
 #define RTR_RELINK_MS       30000u
+/* Workers that are turned away are remembered, so that the operator sees them here: so many, and
+ * each as long as it keeps knocking. */
+#define RTR_MAX_REFUSED 16
+#define RTR_REFUSED_MS  60000u
 
 struct tow_err;
 
@@ -94,10 +99,19 @@ struct rtr_worker {
 struct rtr_link {
     char transport[WIRE_MAX_NAME + 1]; /* as the transport names it; "" until proved */
     bool by_am;                        /* pages come by active message, not by get */
+    char why[RTR_WHY_BYTES];           /* of a refuted one; "" else */
     uint32_t mb_per_s, latency_us;     /* of the proof's pages */
     uint32_t failures, pause_ms;       /* in a row; the pause after the last one */
     uint64_t reopen_ms;                /* nothing goes this way before */
     uint32_t unanswered;               /* greetings in a row */
+};
+
+/* A worker that is not let in. */
+struct rtr_refused {
+    char name[WIRE_MAX_NAME + 1]; /* as it calls itself */
+    enum wire_role role;
+    char field[WIRE_MAX_NAME + 1], why[RTR_WHY_BYTES];
+    uint64_t times, last_ms; /* times 0: free */
 };
 
 struct rtr_registry {
@@ -107,7 +121,8 @@ struct rtr_registry {
     struct rtr_link links[RTR_MAX_WORKERS][RTR_MAX_WORKERS];
     uint64_t retry_ms[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* when to ask for the next proof */
     uint32_t heartbeat_ms, stall_ms;
-    char join_token[257]; /* "" : none asked for */
+    char join_token[257]; /* "" : none */
+    struct rtr_refused refused[RTR_MAX_REFUSED];
     uint64_t picks;
     uint64_t joins, refusals, losses; /* counters */
 };
@@ -131,6 +146,13 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
                        struct rtr_join *join, struct tow_err *err);
 int rtr_registry_admit(struct rtr_registry *g, const struct rtr_join *join, uint64_t conn,
                        const struct wire_hello *m, uint64_t now_ms, struct tow_err *err);
+/* What check() or admit() refused. True: the log should say it, as this worker was not refused for
+ * this reason just before; false too while there is no room to remember another one. */
+bool rtr_registry_refused(struct rtr_registry *g, const struct wire_hello *m,
+                          const struct rtr_join *join, const struct tow_err *err, uint64_t now_ms);
+/* The next one that still knocks, from *at (0 at first) on; NULL: no more. */
+const struct rtr_refused *rtr_registry_next_refused(const struct rtr_registry *g, uint32_t *at,
+                                                    uint64_t now_ms);
 void rtr_registry_lost(struct rtr_registry *g, uint32_t slot);
 uint32_t rtr_registry_by_conn(const struct rtr_registry *g, uint64_t conn);
 uint32_t rtr_registry_by_name(const struct rtr_registry *g,
@@ -142,13 +164,15 @@ void rtr_registry_beat(struct rtr_registry *g, uint32_t slot, const struct wire_
  * call lost after ending its tickets. */
 bool rtr_registry_alive(struct rtr_registry *g, uint32_t slot, uint64_t now_ms, const char **why);
 
-/* Numerics equal, so that a link is worth proving. False with *field set: which one differs. */
+/* Numerics equal, so that a link is worth proving. False with *diff set: which one differs. */
 bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                       struct rtr_join *diff);
 
 /* The outcome of a proof; refuted forgets what an earlier one found. */
 void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                          const struct wire_paired *m);
+void rtr_registry_unfit(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
+                        const struct rtr_join *diff);
 
 /* A greeting found no answer. Which of the two has to relink now, or RTR_NO_WORKER. */
 uint32_t rtr_registry_unanswered(struct rtr_registry *g, uint32_t prefill, uint32_t decode,

@@ -742,7 +742,7 @@ static void prove(struct rtr_route *r, uint32_t p, uint32_t d, uint64_t now_ms,
     struct rtr_join diff;
     r->workers.retry_ms[p][d] = now_ms + PROVE_AGAIN_MS;
     if (!rtr_registry_fit(&r->workers, p, d, &diff)) {
-        r->workers.proof[p][d] = RTR_REFUTED;
+        rtr_registry_unfit(&r->workers, p, d, &diff);
         r->workers.retry_ms[p][d] = UINT64_MAX; /* facts do not change in a life */
         tow_fail(&act(out, RTR_DO_LOG)->refusal.err, TOW_EMISMATCH,
                  "%s and %s are no pair: %s: '%s' and '%s'", wp->name, wd->name, diff.field,
@@ -929,7 +929,10 @@ static void on_hello(struct rtr_route *r, uint64_t conn, const struct wire_hello
     }
     if (rc == 0) rc = rtr_registry_admit(&r->workers, j, conn, m, now_ms, &r->err);
     if (rc < 0) {
-        r->workers.refusals++;
+        if (rtr_registry_refused(&r->workers, m, j, &r->err, now_ms))
+            tow_fail(&act(out, RTR_DO_LOG)->refusal.err, rc, "%s worker %.*s is refused: %s",
+                     m->role == WIRE_PREFILL_ROLE ? "prefill" : "decode", (int)m->name.len,
+                     m->name.data ? m->name.data : "", r->err.msg);
         struct wire_refuse *f = &send_to(out, conn, WIRE_REFUSE_MSG)->refuse;
         f->code = (int16_t)rc;
         f->field = wire_text(j->field);

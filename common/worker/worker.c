@@ -51,7 +51,8 @@ struct router {
     uint64_t next_heartbeat_ms;
     uint64_t incarnation; /* of the router, while welcomed */
     bool told; /* how it is: reached, refused, lost or, once and not at each retry, not reached */
-    char last_refusal[256];
+    char why[WIRE_MAX_NOTE + 1]; /* it is not joined: a refusal, or what the last try met */
+    bool refused;
 };
 
 struct work_own {
@@ -479,6 +480,24 @@ static void relinked(struct work *w, const struct kv_mover_event *ev)
             net_ctl_close(o->routers[i].link, TOW_EPEER, "to join anew with a new data link");
 }
 
+/* Once, not at each retry. The note begins with field and values, too. */
+static void refused(struct router *r, const struct wire_refuse *m)
+{
+    char ours[WIRE_MAX_VALUE + 1], theirs[WIRE_MAX_VALUE + 1], field[WIRE_MAX_NAME + 1];
+    char note[WIRE_MAX_NOTE + 1], known[sizeof field + sizeof ours + sizeof theirs + 20];
+    wire_text_copy(m->field, field, sizeof field);
+    wire_text_copy(m->ours, ours, sizeof ours);
+    wire_text_copy(m->theirs, theirs, sizeof theirs);
+    wire_text_copy(m->note, note, sizeof note);
+    const int n = snprintf(known, sizeof known, "%s is %s, must be %s", field, theirs, ours);
+    const bool same = strncmp(note, known, (size_t)n) == 0;
+    if (!r->refused || strcmp(r->why, note) != 0)
+        tow_error("%s: router %s refuses: %s: router has '%s', worker has '%s'%s%s", r->w->name,
+                  r->url, field, ours, theirs, same ? "" : ": ", same ? note + n : note);
+    r->refused = true;
+    snprintf(r->why, sizeof r->why, "%s", note);
+}
+
 static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *body, uint32_t bytes)
 {
     struct router *r = arg;
@@ -503,8 +522,6 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
         net_ctl_close(c, rc, err.msg);
         return;
     }
-    char a[WIRE_MAX_VALUE + 1], b[WIRE_MAX_VALUE + 1], f[WIRE_MAX_NAME + 1],
-        note[WIRE_MAX_NOTE + 1];
     switch (m.type) {
     case WIRE_WELCOME_MSG:
         for (int i = 0; i < w->own->n_routers; i++) {
@@ -514,6 +531,7 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
              * and the two connections would end each other for ever. */
             tow_error("%s: %s and %s are the same router; the second is left out", w->name, o->url,
                       r->url);
+            snprintf(r->why, sizeof r->why, "is the same as %s; left out", o->url);
             net_ctl_dialer_close(r->dialer);
             r->dialer = NULL;
             return;
@@ -521,22 +539,13 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
         r->owner = ++w->own->next_owner;
         r->incarnation = m.welcome.router_incarnation;
         r->heartbeat_ms = m.welcome.heartbeat_ms ? m.welcome.heartbeat_ms : 1000;
-        r->last_refusal[0] = 0;
+        r->refused = false;
+        r->why[0] = 0;
         tow_info("%s: joined router %s, heartbeat %u ms", w->name, r->url, r->heartbeat_ms);
         heartbeat(w, r, net_loop_now_ms(w->loop));
         net_sd_ready("serving");
         break;
-    case WIRE_REFUSE_MSG:
-        wire_text_copy(m.refuse.field, f, sizeof f);
-        wire_text_copy(m.refuse.ours, a, sizeof a);
-        wire_text_copy(m.refuse.theirs, b, sizeof b);
-        wire_text_copy(m.refuse.note, note, sizeof note);
-        if (strncmp(r->last_refusal, note, sizeof r->last_refusal - 1) !=
-            0) /* once, not at each retry */
-            tow_error("%s: router %s refuses: %s: router has '%s', worker has '%s': %s", w->name,
-                      r->url, f, a, b, note);
-        snprintf(r->last_refusal, sizeof r->last_refusal, "%s", note);
-        break;
+    case WIRE_REFUSE_MSG: refused(r, &m.refuse); break;
     case WIRE_PING_MSG: {
         struct wire_msg p = {.type = WIRE_PONG_MSG, .pong = {.seq = m.ping.seq}};
         send_frame(w, c, &p);
@@ -563,6 +572,7 @@ static void on_close(void *arg, struct net_ctl *c, int code, const char *why)
     r->link = NULL;
     r->owner = 0;
     if (owner) {
+        snprintf(r->why, sizeof r->why, "lost: %s", why);
         if (!w->own->drained)
             tow_warn("%s: router %s lost: %s (%s)", w->name, r->url, why, tow_err_name(code));
         if (w->own->self) w->role->on_router_lost(w->own->self, owner);
@@ -572,6 +582,7 @@ static void on_close(void *arg, struct net_ctl *c, int code, const char *why)
 static void on_retry(void *arg, const char *url, const char *why, uint64_t retry_ms)
 {
     struct router *r = arg;
+    if (!r->refused) snprintf(r->why, sizeof r->why, "not reached: %s", why);
     if (!r->told && !r->w->own->drained)
         tow_warn("%s: router %s not reached: %s; trying on", r->w->name, url, why);
     r->told = true;
@@ -753,6 +764,12 @@ static int on_ready(void *arg, struct tow_buf *out)
                       : joined == 0    ? "not joined"
                                        : "ready";
     tow_buf_printf(out, "%s\n", why);
+    for (int i = 0; i < w->own->n_routers; i++) {
+        const struct router *r = &w->own->routers[i];
+        if (!r->owner)
+            tow_buf_printf(out, "router %s: %s%s\n", r->url, r->refused ? "refuses: " : "",
+                           r->why[0] ? r->why : "not reached yet");
+    }
     return strcmp(why, "ready") ? 503 : 200;
 }
 

@@ -182,8 +182,28 @@ void ctl_status_pairs(const struct json *workers, struct tow_buf *out)
                 put_text(json_find(p, "latency_us"), out);
                 tow_buf_puts(out, " us");
             }
+            if (json_type(json_find(p, "why")) != JSON_NULL) {
+                tow_buf_puts(out, ", ");
+                put_text(json_find(p, "why"), out);
+            }
             tow_buf_putc(out, '\n');
         }
+    }
+}
+
+void ctl_status_refused(const struct json *refused, struct tow_buf *out)
+{
+    JSON_EACH(w, refused)
+    {
+        tow_buf_puts(out, "refused ");
+        put_text(json_find(w, "role"), out);
+        tow_buf_puts(out, " worker ");
+        put_text(json_find(w, "name"), out);
+        tow_buf_puts(out, ": ");
+        put_text(json_find(w, "why"), out);
+        tow_buf_puts(out, " (times: ");
+        put_text(json_find(w, "times"), out);
+        tow_buf_puts(out, ")\n");
     }
 }
 
@@ -201,20 +221,27 @@ static void put_ready(const struct json *ready, struct tow_buf *out)
 static int show(const struct ctl_client *c, bool as_json, bool all, bool *serving,
                 struct tow_err *err)
 {
-    struct json *ready = NULL, *workers = NULL;
+    struct json *ready = NULL, *workers = NULL, *refused = NULL;
     struct tow_buf out;
-    int status = 0;
+    int status = 0, tells = 0;
     tow_buf_init(&out, 0);
     int rc = ctl_client_json(c, "GET", "/ready", 503, &ready, &status, err);
     if (rc == 0) rc = ctl_client_json(c, "GET", "/admin/workers", 0, &workers, NULL, err);
     if (rc == 0 && json_type(workers) != JSON_ARRAY)
         rc = tow_fail(err, TOW_EFORMAT, "%s: GET /admin/workers: %s, not an array", c->url,
                       json_type_name(workers));
+    /* A router of before has no such path. */
+    if (rc == 0) rc = ctl_client_json(c, "GET", "/admin/refused", 404, &refused, &tells, err);
+    const struct json *turned_away = tells == 200 ? refused : NULL;
     if (rc == 0 && as_json) {
         tow_buf_printf(&out, "{\"ready\": %s, \"status\": ", status == 200 ? "true" : "false");
         json_dump(&out, json_find(ready, "status"));
         tow_buf_puts(&out, ", \"workers\": ");
         json_dump(&out, workers);
+        if (turned_away) {
+            tow_buf_puts(&out, ", \"refused\": ");
+            json_dump(&out, turned_away);
+        }
         tow_buf_puts(&out, "}\n");
     } else if (rc == 0) {
         tow_buf_printf(&out, "%s: ", c->url);
@@ -222,6 +249,7 @@ static int show(const struct ctl_client *c, bool as_json, bool all, bool *servin
         tow_buf_printf(&out, ", %zu workers\n", json_size(workers));
         if (json_size(workers)) ctl_status_table(workers, all, &out);
         ctl_status_pairs(workers, &out);
+        ctl_status_refused(turned_away, &out);
     }
     if (rc == 0 && tow_buf_failed(&out)) rc = tow_fail(err, TOW_ENOMEM, "no memory");
     if (rc == 0) fputs(out.data, stdout);
@@ -229,6 +257,7 @@ static int show(const struct ctl_client *c, bool as_json, bool all, bool *servin
     tow_buf_fini(&out);
     json_free(ready);
     json_free(workers);
+    json_free(refused);
     return rc;
 }
 

@@ -14,7 +14,10 @@ int ctl_status_main(int argc, char **argv);
  * tells of them, objects inside one taken apart as "capacity.pages". */
 void ctl_status_table(const struct json *workers, bool all, struct tow_buf *out);
 
-/* One line per link: who to whom, the proof, and what rides on it. */
+/* One line per link: who to whom, the proof, and what rides on it or why it is refuted. */
 void ctl_status_pairs(const struct json *workers, struct tow_buf *out);
+
+/* One line for each worker that the router turns away; NULL: it does not tell. */
+void ctl_status_refused(const struct json *refused, struct tow_buf *out);
 
 #endif

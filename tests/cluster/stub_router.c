@@ -267,6 +267,12 @@ static void workers_json(void *self, struct tow_buf *out)
     tow_buf_puts(out, "[{\"name\": \"stub\", \"role\": \"decode\", \"state\": \"serving\"}]");
 }
 
+static void refused_json(void *self, struct tow_buf *out)
+{
+    (void)self;
+    tow_buf_puts(out, "[]");
+}
+
 static int drain_worker(void *self, const char *name, struct tow_err *err)
 {
     (void)self;
@@ -282,6 +288,7 @@ static const struct rtr_backend backend = {
     .ready = ready,
     .context_length = context_length,
     .workers_json = workers_json,
+    .refused_json = refused_json,
     .drain_worker = drain_worker,
 };
 

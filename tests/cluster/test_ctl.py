@@ -25,7 +25,7 @@ ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOWPATH_")}
 WORKERS = [
     {"name": "prefill-0", "role": "prefill", "state": "serving", "load": {"queued": 3, "tokens_per_s": 812.5},
      "pairs": [{"name": "decode-0", "proof": "proved", "transport": "tcp/eth0", "method": "am", "mb_per_s": 1180,
-                "latency_us": 41}, {"name": "decode-1\x1b[2J", "proof": "refuted"}]},
+                "latency_us": 41}, {"name": "decode-1\x1b[2J", "proof": "refuted", "why": "index_topk:\x1b '8' and '64'"}]},
     {"name": "decode-0", "role": "decode", "state": "serving", "load": {"running": 2}, "incarnation": "7f"},
 ]
 
@@ -260,12 +260,14 @@ class CtlTest(unittest.TestCase):
             self.fails(self.ctl("chat", "--url", self.url, "--api-key-file", path + "x", "q"), "--api-key-file")
 
     # ---- status and drain
-    def router(self, ready=200, workers=WORKERS):
+    def router(self, ready=200, workers=WORKERS, refused=None):
         def handle(h, method, path, body):
             if path == "/ready":
                 h.reply(ready, {"status": "ready" if ready == 200 else "starting"})
             elif path == "/admin/workers":
                 h.reply(200, workers)
+            elif path == "/admin/refused" and refused is not None:
+                h.reply(200, refused)
             else:
                 h.reply(404, {"error": {"message": "there is no such path here"}})
         self.serve(handle)
@@ -282,7 +284,8 @@ class CtlTest(unittest.TestCase):
             at = lines[1].index(column)
             self.assertTrue(all(line[at - 1] == " " and line[at] != " " for line in lines[2:4]), lines)
         self.assertEqual(lines[4], "pair prefill-0 -> decode-0: proved, tcp/eth0 by am, 1180 MB/s, 41 us")
-        self.assertTrue(lines[5].startswith("pair prefill-0 -> decode-1") and lines[5].endswith(": refuted"), lines)
+        self.assertTrue(lines[5].startswith("pair prefill-0 -> decode-1") and lines[5].endswith(" '8' and '64'"), lines)
+        self.assertIn(": refuted, index_topk:", lines[5])
         self.assertNotIn("\x1b", lines[5])
         self.assertEqual(len(lines), 6)
         r = self.ctl("status", "--url", self.url, "--all")
@@ -291,6 +294,18 @@ class CtlTest(unittest.TestCase):
         r = self.ctl("status", "--json", env={"TOWPATH_URL": self.url})
         self.assertEqual((r.returncode, json.loads(r.stdout)),
                          (0, {"ready": True, "status": "ready", "workers": WORKERS}), r)
+
+    def test_status_shows_who_is_refused(self):
+        refused = [{"name": "d\x1b1", "role": "decode", "field": "join_token", "why": "join_token is none", "times": 3,
+                    "last_ms": 12}]
+        self.router(503, [], refused)
+        r = self.ctl("status", "--url", self.url)
+        lines = r.stdout.decode().splitlines()
+        self.assertEqual((r.returncode, lines[0]), (1, f"{self.url}: starting, 0 workers"), r)
+        self.assertTrue(lines[1].startswith("refused decode worker d") and
+                        lines[1].endswith(": join_token is none (times: 3)") and "\x1b" not in lines[1], lines)
+        r = self.ctl("status", "--url", self.url, "--json")
+        self.assertEqual(json.loads(r.stdout)["refused"], refused)
 
     def test_status_while_starting(self):
         self.router(503, [])

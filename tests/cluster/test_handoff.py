@@ -5,6 +5,7 @@ import json
 import os
 import re
 import socket
+import subprocess
 
 import harness
 from harness import Cluster, Job, MODEL, free_port, greedy_reference, token_ids, wait_for
@@ -141,7 +142,9 @@ def test_mismatched_workers(build):
         line = c.router.wait_log(r"topk and d1 are no pair: .*").group(0)
         assert "index_topk" in line and "'65' and '64'" in line, line
         wait_for("it is seen", lambda: "topk" in c.admin())
-        assert c.admin()["topk"]["pairs"][0]["proof"] == "refuted" and c.admin()["topk"]["state"] == "starting"
+        pair = c.admin()["topk"]["pairs"][0]
+        assert pair["proof"] == "refuted" and c.admin()["topk"]["state"] == "starting"
+        assert pair["why"] == "numerics.index_topk: '65' and '64'", pair
         status, _ = c.chat("Who are you?")
         assert status == 200
         c.wait_idle()
@@ -171,6 +174,13 @@ def test_join_token(build):
             w.wait_log(r"refuses: join_token")
             one_line(w.log(), "refuses", "join_token")
             assert "stranger" not in c.admin()
+            # the router says it too: once in its log, and to whoever asks
+            one_line(c.router.log(), "decode worker stranger is refused: join_token is %s" % ("another" if flags else "none"))
+            seen = {f["why"]: f for f in json.loads(c.request("GET", "/admin/refused")[2])}
+            assert all(f["name"] == "stranger" and f["field"] == "join_token" for f in seen.values()), seen
+            w.wait_up()
+            status, _, text = harness.http_call(w.port, "GET", "/ready")
+            assert status == 503 and b"refuses: join_token is" in text and c.control.encode() in text, text
             w.kill()
         # OP-06: no secret in a log or a command line; a file that others may read is refused
         for p in c.all + c.others:
@@ -181,6 +191,25 @@ def test_join_token(build):
         c.others.append(w)
         w.start()
         assert w.wait() != 0 and "join-token-file" in w.log() and "sentinel-open" not in w.log()
+    # a router that has none takes no worker that has one: it would make no pair with those that have none
+    with Cluster(build, start=False) as c:
+        right = secret(c.dir, "right", "sentinel-right-4711\n")
+        c.decodes[0].argv += ["--join-token-file", right]
+        c.router.start().wait_up()
+        for w in c.workers:
+            w.start().wait_up()
+        c.decodes[0].wait_log(r"refuses: join_token: router has 'none', worker has 'one': .*--join-token-file")
+        c.router.wait_log(r"decode worker d1 is refused: join_token is one, must be none")
+        status, _, text = harness.http_call(c.decodes[0].port, "GET", "/ready")
+        assert status == 503 and b"this router has no --join-token-file" in text, text
+        shown = subprocess.run([os.path.join(harness.ROOT, build, "bin", "towpath-ctl"), "status", "--url",
+                                "http://127.0.0.1:%d" % c.port], stdout=subprocess.PIPE).stdout.decode()
+        assert re.search(r"^refused decode worker d1: join_token is one, must be none: .* \(times: \d+\)$", shown, re.M), shown
+        assert "sentinel" not in shown + c.router.log() + c.decodes[0].log()
+        c.decodes[0].argv = c.decodes[0].argv[:-2]
+        c.decodes[0].restart()
+        c.wait_ready()
+        assert json.loads(c.request("GET", "/admin/refused")[2]) == []
 
 
 def test_ports(build):

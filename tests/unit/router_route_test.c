@@ -88,6 +88,12 @@ static struct rtr_action *sent(struct world *w, unsigned type)
     return nth(w, RTR_DO_SEND, type, 0, 0);
 }
 
+static const char *logged(struct world *w)
+{
+    const struct rtr_action *a = nth(w, RTR_DO_LOG, 0, 0, 0);
+    return a ? a->refusal.err.msg : NULL;
+}
+
 struct facts {
     uint8_t bytes[300];
     struct wire_writer w;
@@ -296,6 +302,22 @@ static void test_route__join_that_does_not_fit_is_refused_with_both_values(void 
     m.hello.join_token = (struct wire_bytes){"secreT", 6};
     message(&w, D3, &m);
     assert_int_equal(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.code, TOW_EAUTH);
+    assert_non_null(strstr(logged(&w), "decode worker d2 is refused: join_token is another"));
+    message(&w, D3, &m); /* and again: once in the log, listed until it is let in */
+    assert_null(logged(&w));
+    uint32_t at = 0;
+    const struct rtr_registry *g = rtr_route_registry(w.route);
+    const struct rtr_refused *f = rtr_registry_next_refused(g, &at, w.now);
+    assert_string_equal(f->name, "d2"); /* d1 was let in */
+    assert_string_equal(f->field, "join_token");
+    assert_int_equal(f->times, 2);
+    assert_null(rtr_registry_next_refused(g, &at, w.now));
+    at = 0; /* it has gone */
+    assert_null(rtr_registry_next_refused(g, &at, w.now + RTR_REFUSED_MS));
+    m = hello("d2", false, 9, &c);
+    message(&w, D3, &m);
+    at = 0;
+    assert_null(rtr_registry_next_refused(g, &at, w.now));
     m = hello("p1", true, 70, &a); /* a live worker's name */
     message(&w, 9, &m);
     assert_true(wire_text_is(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.field, "name"));
@@ -307,6 +329,47 @@ static void test_route__join_that_does_not_fit_is_refused_with_both_values(void 
     m.hello.version_min = m.hello.version_max = 9;
     message(&w, 11, &m);
     assert_true(wire_text_is(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.theirs, "9..9"));
+    teardown(&w);
+}
+
+/* It would join, and make no pair with the others. */
+static void test_route__a_join_token_is_refused_where_there_is_none(void **state)
+{
+    (void)state;
+    struct rtr_registry *g = calloc(1, sizeof *g);
+    struct rtr_join j;
+    struct tow_err err;
+    assert_non_null(g);
+    struct wire_msg m = hello("d1", false, 7, NULL);
+    for (int i = 0; i < 2; i++) {
+        rtr_registry_init(g, 1000, 1000, i ? "" : NULL);
+        m.hello.join_token = (struct wire_bytes){"secret", 6};
+        assert_int_equal(rtr_registry_check(g, &m.hello, 1, &j, &err), TOW_EAUTH);
+        assert_string_equal(j.field, "join_token");
+        assert_non_null(strstr(err.msg, "must be none: this router has no --join-token-file"));
+        m.hello.join_token = (struct wire_bytes){NULL, 0};
+        assert_int_equal(rtr_registry_check(g, &m.hello, 1, &j, &err), 0);
+    }
+    free(g);
+}
+
+/* A flood of made-up names costs so many lines of the log in a minute, and no memory. */
+static void test_route__refused_names_are_bounded(void **state)
+{
+    (void)state;
+    struct world w;
+    char name[16];
+    int lines = 0;
+    setup(&w);
+    for (int i = 0; i < 5 * RTR_MAX_REFUSED; i++) {
+        snprintf(name, sizeof name, "x%d", i);
+        struct wire_msg m = hello(name, false, 7, NULL);
+        m.hello.join_token.len = 0;
+        message(&w, D1, &m);
+        lines += logged(&w) != NULL;
+    }
+    assert_int_equal(lines, RTR_MAX_REFUSED);
+    assert_int_equal(rtr_route_registry(w.route)->refusals, 5 * RTR_MAX_REFUSED);
     teardown(&w);
 }
 
@@ -1190,6 +1253,8 @@ static void test_route__worker_that_hears_no_greeting_has_to_relink(void **state
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_route__a_join_token_is_refused_where_there_is_none),
+        cmocka_unit_test(test_route__refused_names_are_bounded),
         cmocka_unit_test(test_route__names_are_checked_when_a_worker_joins),
         cmocka_unit_test(test_route__first_request_waits_for_the_warm_up_and_is_served),
         cmocka_unit_test(test_route__join_that_does_not_fit_is_refused_with_both_values),
