@@ -894,18 +894,28 @@ static int load_keys(struct rtr_api *a, const char *path, struct tow_err *err)
         tow_warn("--api-key-file %s has mode %04o; 0640 or tighter is meant", path,
                  (unsigned)(st.st_mode & 07777));
     }
-    char line[MAX_KEY_BYTES + 2];
+    char *line = NULL;
+    size_t cap = 0, number = 0;
+    ssize_t got;
     int rc = 0;
     a->keys = calloc(MAX_KEYS, sizeof *a->keys);
     if (!a->keys) rc = tow_fail(err, TOW_ENOMEM, "--api-key-file: out of memory");
-    while (rc == 0 && fgets(line, sizeof line, f)) {
-        size_t n = strcspn(line, "\n");
-        bool whole = line[n] == '\n' || feof(f);
-        while (n && strchr(" \t\r", line[n - 1])) n--;
+    while (rc == 0 && (got = getline(&line, &cap, f)) > 0) {
+        size_t n = (size_t)got, at = 0;
+        number++;
+        while (n && (line[n - 1] == '\n' || line[n - 1] == '\r' || line[n - 1] == ' ' ||
+                     line[n - 1] == '\t'))
+            n--;
         if (!n) continue;
-        if (!whole || n > MAX_KEY_BYTES) {
-            rc = tow_fail(err, TOW_ECONFIG, "--api-key-file %s: key %zu is longer than %d bytes",
-                          path, a->n_keys + 1, MAX_KEY_BYTES);
+        while (at < n && (unsigned char)line[at] > ' ' && line[at] != 0x7f) at++;
+        if (n > MAX_KEY_BYTES) {
+            rc = tow_fail(err, TOW_ECONFIG, "--api-key-file %s:%zu: a key of %zu bytes, at most %d",
+                          path, number, n, MAX_KEY_BYTES);
+        } else if (at < n) { /* no client could send it */
+            rc = tow_fail(err, TOW_ECONFIG,
+                          "--api-key-file %s:%zu: byte %zu of the key is a blank or a control "
+                          "character",
+                          path, number, at);
         } else if (a->n_keys == MAX_KEYS) {
             rc = tow_fail(err, TOW_ECONFIG, "--api-key-file %s: more than %d keys", path, MAX_KEYS);
         } else {
@@ -916,7 +926,8 @@ static int load_keys(struct rtr_api *a, const char *path, struct tow_err *err)
     if (rc == 0 && !a->n_keys) {
         rc = tow_fail(err, TOW_ECONFIG, "--api-key-file %s: holds no key", path);
     }
-    explicit_bzero(line, sizeof line);
+    if (line) explicit_bzero(line, cap);
+    free(line);
     fclose(f);
     return rc;
 }

@@ -178,6 +178,7 @@ static void put_range(struct tow_buf *b, const struct tow_opt *opt)
     case TOW_OPT_INT:
     case TOW_OPT_BYTES:
         put_number(b, opt, opt->min);
+        if (opt->max == opt->min) break;
         if (opt->max == INT64_MAX) {
             tow_buf_puts(b, " or more");
         } else {
@@ -209,14 +210,18 @@ static int refuse(const struct tow_opt *opt, const char *what, const char *text,
     struct tow_buf range;
     tow_buf_init(&range, 400);
     put_range(&range, opt);
-    int rc =
-        tow_fail(err, TOW_ECONFIG, "%s: '%.100s' is not right; must be %s%s%s%s", what, text,
-                 opt->type == TOW_OPT_INT      ? "a whole number, "
-                 : opt->type == TOW_OPT_FLOAT  ? "a number, "
-                 : opt->type == TOW_OPT_BYTES  ? "bytes like 512, 64K, 8M or 2G, "
-                 : opt->type == TOW_OPT_STRING ? "not empty"
-                                               : "",
-                 range.data ? range.data : "", opt->unit ? " " : "", opt->unit ? opt->unit : "");
+    const bool number = opt->type == TOW_OPT_INT || opt->type == TOW_OPT_BYTES;
+    const bool one = number && opt->min == opt->max; /* the help says why */
+    if (one) tow_buf_printf(&range, " (%s)", opt->help);
+    int rc = tow_fail(err, TOW_ECONFIG, "%s: '%.100s' is not right; must be %s%s%s%s", what, text,
+                      one                           ? ""
+                      : opt->type == TOW_OPT_INT    ? "a whole number, "
+                      : opt->type == TOW_OPT_FLOAT  ? "a number, "
+                      : opt->type == TOW_OPT_BYTES  ? "bytes like 512, 64K, 8M or 2G, "
+                      : opt->type == TOW_OPT_STRING ? "not empty"
+                                                    : "",
+                      range.data ? range.data : "", opt->unit && !one ? " " : "",
+                      opt->unit && !one ? opt->unit : "");
     tow_buf_fini(&range);
     return rc;
 }
@@ -333,7 +338,11 @@ static int check_url(const struct tow_opt *opt, const char *what, const char *ur
         struct tow_addr addr;
         bool good = true;
         if (is_tcp(opt->choices[i])) good = tow_addr_parse(url + n, what, &addr, NULL) == 0;
-        if (is_ipc(opt->choices[i])) good = url[n] == '/' && strlen(url + n) <= MAX_SOCKET_PATH;
+        if (is_ipc(opt->choices[i])) good = url[n] == '/';
+        if (good && is_ipc(opt->choices[i]) && strlen(url + n) > MAX_SOCKET_PATH)
+            return tow_fail(err, TOW_ECONFIG,
+                            "%s: '%.100s': a path of %zu bytes; a socket's has at most %d", what,
+                            url, strlen(url + n), MAX_SOCKET_PATH);
         if (good) return 0;
     }
     return refuse(opt, what, url, err);
@@ -531,6 +540,11 @@ static int read_config(struct tow_opts *o, const char *path, struct tow_err *err
     if (rc < 0) tow_note(err, "--config");
     if (rc == 0 && b.len && memchr(b.data, 0, b.len))
         rc = tow_fail(err, TOW_ECONFIG, "--config: %.300s: holds a zero byte", path);
+    if (rc == 0 && b.len >= 3 && !memcmp(b.data, "\xef\xbb\xbf", 3))
+        rc = tow_fail(err, TOW_ECONFIG,
+                      "--config: %.300s: begins with a byte order mark (ef bb bf); must be plain "
+                      "UTF-8",
+                      path);
     unsigned line = 0;
     for (char *p = b.data, *next; rc == 0 && p && *p; p = next) {
         char *end = strchr(p, '\n');
@@ -580,17 +594,23 @@ static int read_env(struct tow_opts *o, const char *const *env, const char **con
     return 0;
 }
 
-/* --config, --check-config, --version and --help are flags of every program; NULL value when it has none. */
+static bool is_word(const char *name, size_t len, const char *word)
+{
+    return len == strlen(word) && !memcmp(name, word, len);
+}
+
+/* --config, --check-config, --version and --help are flags of every program; NULL value when it has
+ * none. */
 static bool take_common(const char *name, size_t len, const char *value, const char **config,
                         enum tow_opts_do *what)
 {
-    if (len == 4 && !memcmp(name, "help", 4) && !value) {
+    if (is_word(name, len, "help") && !value) {
         *what = TOW_OPTS_HELP;
-    } else if (len == 7 && !memcmp(name, "version", 7) && !value) {
+    } else if (is_word(name, len, "version") && !value) {
         if (*what != TOW_OPTS_HELP) *what = TOW_OPTS_VERSION;
-    } else if (len == 12 && !memcmp(name, "check-config", 12) && !value) {
+    } else if (is_word(name, len, "check-config") && !value) {
         if (*what == TOW_OPTS_RUN) *what = TOW_OPTS_CHECK;
-    } else if (len == 6 && !memcmp(name, "config", 6) && value) {
+    } else if (is_word(name, len, "config") && value) {
         *config = value;
     } else {
         return false;
@@ -625,13 +645,17 @@ static int read_flags(struct tow_opts *o, int argc, const char *const *argv, con
         size_t len = arg[1] != '-' ? 0 : eq ? (size_t)(eq - name) : strlen(name);
         const char *value = eq ? eq + 1 : NULL;
         const struct tow_opt *opt = len ? find(spec, name, len) : NULL;
-        bool is_config = len == 6 && !memcmp(name, "config", 6);
+        bool is_config = is_word(name, len, "config");
         if (!value && (is_config || (opt && opt->type != TOW_OPT_BOOL))) {
             if (i + 1 == argc)
                 return tow_fail(err, TOW_ECONFIG, "--%.*s: needs a value", (int)len, name);
             value = argv[++i];
         }
         if (take_common(name, len, value, config, what)) continue;
+        if (value && (is_word(name, len, "help") || is_word(name, len, "version") ||
+                      is_word(name, len, "check-config")))
+            return tow_fail(err, TOW_ECONFIG, "--%.*s: '%.100s' is too much; it takes no value",
+                            (int)len, name, value);
         if (!opt) {
             char where[WHAT_BYTES];
             snprintf(where, sizeof where, "flag '%.*s'", (int)(eq ? eq - arg : 100), arg);
@@ -860,6 +884,12 @@ int tow_secret_read(const char *path, const char *what, size_t max_bytes, struct
     if (n && b.data[n - 1] == '\r') n--;
     if (n == 0) {
         rc = tow_fail(err, TOW_ECONFIG, "%s: %.300s is empty", what, path);
+        goto wipe;
+    }
+    const char *zero = memchr(b.data, 0, n); /* where a C string of it would end */
+    if (zero) {
+        rc = tow_fail(err, TOW_ECONFIG, "%s: %.300s holds a zero byte, at %zu; must be text", what,
+                      path, (size_t)(zero - b.data));
         goto wipe;
     }
     tow_buf_put(out, b.data, n);

@@ -153,7 +153,7 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
          .def = "0",
          .min = 0,
          .max = 0,
-         .help = "host memory behind device pages; the CPU back end has no second tier, so 0"},
+         .help = "host memory behind device pages; no back end has such a second tier yet"},
         {.name = "lease",
          .type = TOW_OPT_INT,
          .out = &s->lease_ms,
@@ -188,6 +188,23 @@ static size_t common_options(struct work_settings *s, struct tow_opt *to)
     _Static_assert(sizeof table / sizeof *table == N_COMMON, "N_COMMON counts the table");
     memcpy(to, table, sizeof table);
     return N_COMMON;
+}
+
+static int check_join(const struct tow_strings *join, struct tow_err *err)
+{
+    if (join->n > MAX_ROUTERS)
+        return tow_fail(err, TOW_ECONFIG, "--join: %zu routers, must be 1 to %d", join->n,
+                        MAX_ROUTERS);
+    for (size_t i = 0; i < join->n; i++) {
+        const char *url = join->items[i], *colon = strrchr(url, ':');
+        for (size_t k = 0; k < i; k++)
+            if (!strcmp(url, join->items[k]))
+                return tow_fail(err, TOW_ECONFIG, "--join: %s stands there twice", url);
+        if (!strncmp(url, "tcp://", 6) && !strcmp(colon, ":0"))
+            return tow_fail(err, TOW_ECONFIG, "--join: %s: nobody listens on port 0; 1 to 65535",
+                            url);
+    }
+    return 0;
 }
 
 static int check_name(struct work *w, struct tow_err *err)
@@ -868,16 +885,10 @@ static int join_routers(struct work *w, struct tow_err *err)
 {
     static const struct net_ctl_hooks hooks = {on_open, on_frame, on_close, on_retry};
     struct work_own *o = w->own;
-    if (w->set.join.n < 1 || w->set.join.n > MAX_ROUTERS)
-        return tow_fail(err, TOW_ECONFIG, "--join: %zu routers, 1 to %d", w->set.join.n,
-                        MAX_ROUTERS);
     for (size_t i = 0; i < w->set.join.n; i++) {
         struct router *r = &o->routers[o->n_routers];
         r->w = w;
         r->url = w->set.join.items[i];
-        for (size_t k = 0; k < i; k++)
-            if (!strcmp(r->url, w->set.join.items[k]))
-                return tow_fail(err, TOW_ECONFIG, "--join: %s stands there twice", r->url);
         int rc = net_ctl_dial(&r->dialer, w->loop, r->url, NULL, &hooks, r, err);
         if (rc < 0) {
             tow_note(err, "--join");
@@ -1102,7 +1113,7 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     tow_log_init(w->role->program, (enum tow_log_level)w->set.log_level,
                  (enum tow_log_format)w->set.log_format);
     if ((rc = model_settings_check(&w->set.engine, w->own->opts, err)) < 0 ||
-        (rc = check_name(w, err)) < 0)
+        (rc = check_name(w, err)) < 0 || (rc = check_join(&w->set.join, err)) < 0)
         return rc;
     if (w->set.fault && (rc = arm_faults(w->set.fault, err)) < 0) return rc;
     if (w->set.join_token_file && (rc = tow_secret_read(w->set.join_token_file, "--join-token-file",

@@ -253,6 +253,10 @@ def test_bad_settings(build):
         open_dir = os.path.join(c.dir, "open")
         os.mkdir(open_dir)
         os.chmod(open_dir, 0o777)
+        zero = os.path.join(c.dir, "zero")  # of its text a C string would be empty: no secret at all
+        with open(zero, "wb") as f:
+            f.write(b"\0secret\n")
+        os.chmod(zero, 0o600)
         for program, flags, parts in (("router", ["--max-queued", "0"], ["max-queued", "1"]),
                                       ("router", ["--queue-timeout", "nan"], ["queue-timeout"]),
                                       ("router", ["--http", "127.0.0.1:99999"], ["http"]),
@@ -266,6 +270,12 @@ def test_bad_settings(build):
                                        ["--control: ", "tcp://192.0.2.1:7000", "cannot listen"]),
                                       ("decode", ["--join", "tcp://127.0.0.1:7000,tcp://x:99999"],
                                        ["--join: 'tcp://x:99999'", "tcp://ADDR:PORT or ipc:///PATH"]),
+                                      ("decode", ["--join", "tcp://127.0.0.1:0"], ["--join: tcp://127.0.0.1:0", "1 to 65535"]),
+                                      ("decode", ["--join", "tcp://a:1,tcp://a:1"], ["--join: tcp://a:1 stands there twice"]),
+                                      ("prefill", ["--join-token-file", zero], ["--join-token-file", "zero byte, at 0"]),
+                                      ("router", ["--join-token-file", zero], ["--join-token-file", "zero byte, at 0"]),
+                                      ("router", ["--api-key-file", zero], ["--api-key-file " + zero + ":1", "byte 0"]),
+                                      ("prefill", ["--max-pending-tokens", "15"], ["--max-pending-tokens: '15'", "16 to"]),
                                       ("prefill", ["--chunk-tokens", "0"], ["chunk-tokens", "1"]),
                                       ("prefill", ["--kv-dtype", "fp7"], ["kv-dtype", "fp8"]),
                                       ("decode", ["--max-batch", "-1"], ["max-batch"]),

@@ -15,7 +15,7 @@
 static struct {
     const char *model;
     int64_t queued, threads;
-    uint64_t body;
+    uint64_t body, tier;
     double fraction;
     int dtype;
     bool quiet;
@@ -54,6 +54,12 @@ static const struct tow_opt table[] = {
      .min = 1024,
      .max = INT64_MAX,
      .help = "body"},
+    {.name = "host-tier",
+     .type = TOW_OPT_BYTES,
+     .out = &got.tier,
+     .def = "0",
+     .max = 0,
+     .help = "there is none yet"},
     {.name = "memory-fraction",
      .type = TOW_OPT_FLOAT,
      .out = &got.fraction,
@@ -219,6 +225,10 @@ static void test_tow_opt__unknown_names_are_errors_everywhere(void **state)
     refused("--model m", "TOWPATH_max-queued=3", "TOWPATH_max", "unknown");
     assert_int_equal(parse_config("model = m\nmax_queued = 3\n", ""), TOW_ECONFIG);
     assert_non_null(strstr(err.msg, ":2: key 'max_queued'"));
+    refused("--model m --help=1", NULL, "--help: '1'", "takes no value"); /* not: unknown */
+    refused("--model m --check-config=true", NULL, "--check-config: 'true'", "takes no value");
+    assert_int_equal(parse_config("\xef\xbb\xbfmodel = m\n", ""), TOW_ECONFIG);
+    assert_non_null(strstr(err.msg, "byte order mark")); /* which nobody sees */
     assert_int_equal(parse_config("model = m\nnonsense\n", ""), TOW_ECONFIG);
     assert_non_null(strstr(err.msg, ":2:"));
     assert_int_equal(parse_config("model = m\nmodel = n\n", ""), TOW_ECONFIG);
@@ -278,7 +288,9 @@ static void test_tow_opt__values_out_of_range_name_flag_value_and_range(void **s
     memset(longest + n, 'x', 106);
     assert_int_equal(parse(longest, NULL), 0);
     longest[n + 106] = 'x'; /* more than a socket's address holds */
-    refused(longest, NULL, "--join", "ipc:///PATH");
+    refused(longest, NULL, "--join", "a path of 108 bytes; a socket's has at most 107");
+    refused("--model m --host-tier 1G", NULL, "--host-tier: '1G' is not right; must be 0 (there is",
+            "none yet)"); /* not 0 to 0 */
     refused("--model m a b", NULL, "'b'", "FILE");
     refused("--model m", "TOWPATH_MAX_QUEUED=zero", "TOWPATH_MAX_QUEUED: 'zero'", "1 to 4096");
     refused("--model m --config /no/such/file", NULL, "--config", "/no/such/file");
@@ -366,6 +378,15 @@ static void test_tow_secret__mode_and_content_are_checked(void **state)
     write_config("\n");
     assert_int_equal(tow_secret_read(config_path, "--api-key-file", 100, &b, &err), TOW_ECONFIG);
     assert_non_null(strstr(err.msg, "empty"));
+    for (int at = 0; at < 3; at += 2) { /* a C string of it would be shorter, or empty */
+        FILE *f = fopen(config_path, "w");
+        fwrite(at ? "ab\0cd" : "\0bcde", 1, 5, f);
+        fclose(f);
+        assert_int_equal(tow_secret_read(config_path, "--join-token-file", 100, &b, &err),
+                         TOW_ECONFIG);
+        assert_non_null(
+            strstr(err.msg, at ? "holds a zero byte, at 2" : "holds a zero byte, at 0"));
+    }
     assert_int_equal(tow_secret_read("/tmp", "--api-key-file", 100, &b, &err), TOW_ECONFIG);
     assert_non_null(strstr(err.msg, "--api-key-file"));
     tow_buf_fini(&b);
