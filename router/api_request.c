@@ -6,6 +6,7 @@
 #include "common/base/clock.h"
 #include "common/text/json.h"
 #include "common/text/detok.h"
+#include "common/text/sampling.h"
 #include "common/text/tokenizer.h"
 #include "common/text/utf8.h"
 
@@ -150,6 +151,11 @@ static int check_model(struct check *c)
                             "model: %s is not served here; \"%.200s\" is", json_show_text(s, n, is),
                             served);
     }
+    if (n > RTR_MAX_MODEL_NAME) { /* it stands in every chunk of a stream */
+        return rtr_api_fail(c->e, 400, "invalid_value", "model",
+                            "model: must be a string of at most %d bytes, is one of %zu bytes",
+                            RTR_MAX_MODEL_NAME, n);
+    }
     c->a->model = s;
     c->a->model_len = n;
     return 0;
@@ -172,9 +178,9 @@ static int check_bias(struct check *c)
     }
     size_t n = obj ? json_size(obj) : 0;
     if (!n) return 0;
-    if (n > RTR_MAX_BIAS) {
+    if (n > TEXT_MAX_BIASES) {
         return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
-                            "logit_bias: %zu entries, at most %d", n, RTR_MAX_BIAS);
+                            "logit_bias: %zu entries, at most %d", n, TEXT_MAX_BIASES);
     }
     struct rtr_bias *bias = tow_arena_alloc(&c->a->req.arena, n * sizeof *bias);
     if (!bias) return no_memory(c);
@@ -192,10 +198,10 @@ static int check_bias(struct check *c)
                                 c->rules->n_vocab - 1, at);
         }
         double v;
-        if (!json_double(it, &v) || v < -100 || v > 100) {
+        if (!json_double(it, &v) || v < -TEXT_MAX_BIAS || v > TEXT_MAX_BIAS) {
             return rtr_api_fail(c->e, 400, "invalid_value", "logit_bias",
-                                "logit_bias[%s]: must be a number from -100 to 100, is %s", at,
-                                json_show(it, is));
+                                "logit_bias[%s]: must be a number from %g to %g, is %s", at,
+                                -TEXT_MAX_BIAS, TEXT_MAX_BIAS, json_show(it, is));
         }
         bias[i++] = (struct rtr_bias){(text_id)id, (float)v};
     }
@@ -228,19 +234,22 @@ static int check_sampling(struct check *c)
 {
     struct rtr_sampling *s = &c->a->req.sampling;
     int64_t v;
-    if (get_float(c, "temperature", 1, 0, 2, &s->temperature) < 0 ||
+    if (get_float(c, "temperature", 1, 0, TEXT_MAX_TEMPERATURE, &s->temperature) < 0 ||
         get_float(c, "top_p", 1, 0, 1, &s->top_p) < 0 ||
         get_float(c, "min_p", 0, 0, 1, &s->min_p) < 0 ||
-        get_float(c, "presence_penalty", 0, -2, 2, &s->presence_penalty) < 0 ||
-        get_float(c, "frequency_penalty", 0, -2, 2, &s->frequency_penalty) < 0 ||
-        get_float(c, "repetition_penalty", 1, 0.01, 10, &s->repetition_penalty) < 0 ||
+        get_float(c, "presence_penalty", 0, -TEXT_MAX_PENALTY, TEXT_MAX_PENALTY,
+                  &s->presence_penalty) < 0 ||
+        get_float(c, "frequency_penalty", 0, -TEXT_MAX_PENALTY, TEXT_MAX_PENALTY,
+                  &s->frequency_penalty) < 0 ||
+        get_float(c, "repetition_penalty", 1, TEXT_MIN_REPETITION, TEXT_MAX_REPETITION,
+                  &s->repetition_penalty) < 0 ||
         get_bool(c, "ignore_eos", false, &s->ignore_eos) < 0) {
         return TOW_EINVAL;
     }
     if (s->top_p < FLT_MIN) s->top_p = FLT_MIN; /* the likeliest token alone */
     if (get_int(c, "top_k", 0, -1, INT32_MAX, &v) < 0) return TOW_EINVAL;
     s->top_k = v > 0 ? (uint32_t)v : 0;
-    if (get_int(c, "index_topk", 0, 1, RTR_MAX_INDEX_TOPK, &v) < 0) return TOW_EINVAL;
+    if (get_int(c, "index_topk", 0, 1, TEXT_MAX_INDEX_TOPK, &v) < 0) return TOW_EINVAL;
     s->index_topk = (uint32_t)v;
     const struct json *capture = json_find(c->root, "index_capture");
     char is[JSON_SHOW_BYTES];

@@ -23,10 +23,9 @@
 
 struct tow_buf;
 
-#define RTR_MAX_TOP        20   /* alternatives per position */
-#define RTR_MAX_BIAS       1024 /* entries of logit_bias */
-#define RTR_MAX_CHOICES    128  /* n times prompts */
-#define RTR_MAX_INDEX_TOPK 4096
+#define RTR_MAX_TOP        20  /* alternatives per position */
+#define RTR_MAX_CHOICES    128 /* n times prompts */
+#define RTR_MAX_MODEL_NAME 200 /* bytes */
 
 struct rtr_bias {
     text_id id;

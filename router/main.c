@@ -26,7 +26,7 @@
 
 extern char **environ;
 
-enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6, MAX_MODEL_NAME = 200 };
+enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
 
 struct settings {
     const char *model_dir, *api_key_file, *join_token_file, *served_model_name;
@@ -67,9 +67,9 @@ static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
 static int check_model_name(const char *name, struct tow_err *err)
 {
     const size_t n = strlen(name);
-    if (n > MAX_MODEL_NAME)
+    if (n > RTR_MAX_MODEL_NAME)
         return tow_fail(err, TOW_ECONFIG, "--served-model-name: %zu bytes, at most %d", n,
-                        MAX_MODEL_NAME);
+                        RTR_MAX_MODEL_NAME);
     for (size_t at = 0; at < n;) {
         uint32_t c;
         const int k = text_utf8_next((const uint8_t *)name + at, n - at, &c);

@@ -791,7 +791,10 @@ int json_get_int(const struct json *obj, const char *key, int64_t def, int64_t l
     int64_t got = def;
     if (!absent(v) && (!json_int(v, &got) || got < lo || got > hi)) {
         char wanted[96];
-        snprintf(wanted, sizeof wanted, "an integer from %" PRId64 " to %" PRId64, lo, hi);
+        if (lo == hi)
+            snprintf(wanted, sizeof wanted, "the integer %" PRId64, lo);
+        else
+            snprintf(wanted, sizeof wanted, "an integer from %" PRId64 " to %" PRId64, lo, hi);
         return wrong(key, wanted, v, err);
     }
     *out = got;

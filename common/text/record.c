@@ -6,6 +6,7 @@
 #include "common/base/err.h"
 #include "common/base/log.h"
 #include "common/text/json.h"
+#include "common/text/sampling.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -16,7 +17,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MAX_TEXT = 256, MAX_EOS = 64, MAX_BIAS = 1024 };
+enum { MAX_TEXT = 256, MAX_EOS = 64 };
 
 bool text_record_id_ok(const char *id)
 {
@@ -309,7 +310,7 @@ static void read_ids(struct reader *p, const struct json *a, const char *where, 
 static void read_bias(struct reader *p, const struct json *o)
 {
     uint32_t n, i = 0;
-    const struct json *a = array(p, o, "sampling", "logit_bias", 0, MAX_BIAS, &n);
+    const struct json *a = array(p, o, "sampling", "logit_bias", 0, TEXT_MAX_BIASES, &n);
     struct text_record_bias *bias = room(p, n, sizeof *bias);
     if (!a || !bias) return;
     JSON_EACH(it, a)
@@ -317,14 +318,22 @@ static void read_bias(struct reader *p, const struct json *o)
         int64_t id;
         double v;
         if (json_type(it) != JSON_ARRAY || json_size(it) != 2 || !json_int(json_item(it, 0), &id) ||
-            id < 0 || id >= p->r->n_vocab || !json_double(json_item(it, 1), &v) || v < -100 ||
-            v > 100) {
+            id < 0 || id >= p->r->n_vocab || !json_double(json_item(it, 1), &v) ||
+            v < -TEXT_MAX_BIAS || v > TEXT_MAX_BIAS) {
             wrong(p,
-                  "sampling.logit_bias[%" PRIu32 "]: expected [id below n_vocab, number from -100 "
-                  "to 100]",
-                  i);
+                  "sampling.logit_bias[%" PRIu32 "]: expected [id below n_vocab, number from %g "
+                  "to %g]",
+                  i, -TEXT_MAX_BIAS, TEXT_MAX_BIAS);
             return;
         }
+        for (uint32_t k = 0; k < i; k++)
+            if (bias[k].id == id) {
+                wrong(p,
+                      "sampling.logit_bias[%" PRIu32 "]: id %" PRId64 " stands in entry %" PRIu32
+                      ", too",
+                      i, id, k);
+                return;
+            }
         bias[i++] = (struct text_record_bias){(int32_t)id, (float)v};
     }
     p->r->bias = bias;
@@ -338,14 +347,15 @@ static void read_sampling(struct reader *p, const struct json *root)
     if (p->rc == 0 && json_type(o) != JSON_OBJECT)
         wrong(p, "sampling: expected an object, found %s", o ? json_type_name(o) : "nothing");
     if (p->rc < 0) return;
-    r->temperature = real(p, o, "temperature", 0, 1000);
+    r->temperature = real(p, o, "temperature", 0, TEXT_MAX_TEMPERATURE);
     r->top_p = real(p, o, "top_p", 0, 1); /* a request's 0 stands here as the least float */
     r->min_p = real(p, o, "min_p", 0, 1);
-    r->frequency_penalty = real(p, o, "frequency_penalty", -100, 100);
-    r->presence_penalty = real(p, o, "presence_penalty", -100, 100);
-    r->repetition_penalty = real(p, o, "repetition_penalty", 0, 1000);
+    r->frequency_penalty = real(p, o, "frequency_penalty", -TEXT_MAX_PENALTY, TEXT_MAX_PENALTY);
+    r->presence_penalty = real(p, o, "presence_penalty", -TEXT_MAX_PENALTY, TEXT_MAX_PENALTY);
+    r->repetition_penalty = /* a float, which may be less than the decimal number */
+        real(p, o, "repetition_penalty", (double)(float)TEXT_MIN_REPETITION, TEXT_MAX_REPETITION);
     r->top_k = (uint32_t)number(p, o, "sampling", "top_k", 0, INT32_MAX);
-    r->index_topk = (uint32_t)number(p, o, "sampling", "index_topk", 0, INT32_MAX);
+    r->index_topk = (uint32_t)number(p, o, "sampling", "index_topk", 0, TEXT_MAX_INDEX_TOPK);
     if (p->rc == 0) {
         p->rc = json_get_bool(o, "ignore_eos", false, &r->ignore_eos, p->err);
         if (p->rc < 0) tow_note(p->err, "record: sampling");

@@ -655,8 +655,11 @@ static int read_choice(struct run *r, struct tow_err *err)
 {
     const struct text_record *rec = r->e->record;
     if (r->e->choice >= rec->n_choices)
-        return tow_fail(err, TOW_EINVAL, "--choice %u: the record has choices 0 to %u",
-                        r->e->choice, rec->n_choices - 1);
+        return rec->n_choices == 1
+                   ? tow_fail(err, TOW_EINVAL, "--choice %u: the record has one choice, 0",
+                              r->e->choice)
+                   : tow_fail(err, TOW_EINVAL, "--choice %u: the record has choices 0 to %u",
+                              r->e->choice, rec->n_choices - 1);
     const struct text_record_choice *c = r->choice = &rec->choices[r->e->choice];
     const struct text_record_ids *prompt = &rec->prompts[c->prompt];
     const int32_t loss = last_loss(c);

@@ -216,14 +216,15 @@ def test_methods_paths_keys(stub):
     r, data = stub.request("GET", "/admin/workers")
     assert json.loads(data)[0]["name"] == "stub"
     with tempfile.NamedTemporaryFile("w") as f:
-        f.write("first-key\nsecond\n")
+        f.write("first-key\r\n\n" + "k" * 512 + "\r\nsecond \n")
         f.flush()
         with Stub("keys=" + f.name, "served=m") as keyed:
             for path in ("/v1/models", "/admin/workers", "/x"):
                 assert keyed.request("GET", path)[0].status == 401, path
             for path in ("/health", "/ready", "/metrics"):
                 assert keyed.request("GET", path)[0].status == 200, path
-            for key, want in (("second", 200), ("secon", 401), ("second2", 401), ("", 401)):
+            for key, want in (("second", 200), ("secon", 401), ("second2", 401), ("", 401), ("k" * 512, 200),
+                              ("k" * 511, 401)):
                 r, data = keyed.request("GET", "/v1/models", None, {"Authorization": "Bearer " + key})
                 assert r.status == want, (key, r.status)
             r, data = keyed.request("POST", "/v1/completions", {"model": "other", "prompt": "x"},
@@ -241,7 +242,7 @@ def test_validation(stub):
         ("stop", ["a"] * 17), ("stop", 5), ("stop", ["a", None]), ("logit_bias", {"x": 1}),
         ("logit_bias", {"5": 101}), ("logit_bias", {"999999": 1}), ("logit_bias", []),
         ("ignore_eos", "no"), ("index_topk", 0), ("index_topk", 5000), ("index_capture", {}),
-        ("stream_options", {"include_usage": True}), ("user", 5), ("model", 5),
+        ("stream_options", {"include_usage": True}), ("user", 5), ("model", 5), ("model", "m" * 201),
     ]
     for path, base in (("/v1/chat/completions", chat("x")), ("/v1/completions", {"prompt": "x"})):
         for key, value in cases:

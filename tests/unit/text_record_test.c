@@ -119,6 +119,13 @@ static void test_text_record__what_is_wrong_is_named(void **state)
     refused("[56, 73]", "[-1, 7]", "choices[0].output[0]: -1 is not in 0..89");
     refused("\"temperature\": 0.5", "\"temperature\": -1", "sampling");
     refused("\"top_p\": 1.0, ", "", "top_p: is required but missing");
+    refused("\"temperature\": 0.5", "\"temperature\": 2.1", "must be a number from 0 to 2, is 2.1");
+    refused("\"frequency_penalty\": 0.0", "\"frequency_penalty\": -2.01", "from -2 to 2");
+    refused("\"presence_penalty\": 0.0", "\"presence_penalty\": 3", "from -2 to 2");
+    refused("\"repetition_penalty\": 1.0", "\"repetition_penalty\": 0.009", "to 10, is 0.009");
+    refused("\"repetition_penalty\": 1.0", "\"repetition_penalty\": 11", "to 10, is 11");
+    refused("\"index_topk\": 8", "\"index_topk\": 4097", "from 0 to 4096, is 4097");
+    refused("[40, -3.5]", "[40, -3.5], [40, 1]", "logit_bias[1]: id 40 stands in entry 0, too");
     refused("[40, -3.5]", "[40]", "sampling.logit_bias[0]: expected [id below n_vocab");
     refused("[40, -3.5]", "[40, 101]", "sampling.logit_bias[0]");
     refused("923f0841c8317fe0", "923f0841c8317fe00", "incarnation: '923f0841c8317fe00'");
