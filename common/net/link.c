@@ -31,6 +31,12 @@
  *          new worker has a new queue; net_link_reopen() makes one. Registered memory belongs to
  *          the context and stays.
  *
+ * Named    Whatever goes by rendezvous from or to our registered memory says so (name_region). UCX
+ *          1.16 and later otherwise find that memory in their cache of registrations, and a request
+ *          that is cancelled ends only when nobody refers to the cached one any more: our
+ *          registration does, until ucp_mem_unmap(). It would stay in flight for ever, and its
+ *          callback be made then, when the worker is gone.
+ *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
  *          UCX callbacks on whichever thread happened to progress. libuv around UCX's descriptor:
  *          three handles (poll, prepare, idle) that must agree, for a thread that has nothing else
@@ -553,6 +559,24 @@ int net_ep_get(struct net_ep *ep, struct net_rkey *k, uint64_t remote, void *loc
     return 0;
 }
 
+/* Says to UCX in which of our regions the bytes of a rendezvous message lie; see "Named" above. */
+static void name_region(const struct net_link *link, ucp_request_param_t *p, const void *data,
+                        size_t bytes)
+{
+#if UCP_API_VERSION >= UCP_VERSION(1, 13)
+    TOW_LIST_EACH (n, &link->regions) {
+        const struct net_region *r = TOW_CONTAINER(n, struct net_region, in_link);
+        const size_t at = (size_t)((uintptr_t)data - (uintptr_t)r->base);
+        if (at > r->bytes || bytes > r->bytes - at) continue;
+        p->op_attr_mask |= UCP_OP_ATTR_FIELD_MEMH;
+        p->memh = r->memh;
+        return;
+    }
+#else
+    (void)link, (void)p, (void)data, (void)bytes;
+#endif
+}
+
 int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, const void *data,
                      size_t bytes, net_done_fn on_done, void *arg)
 {
@@ -571,6 +595,7 @@ int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, c
                              .flags = UCP_AM_SEND_FLAG_RNDV,
                              .cb.send = on_request,
                              .user_data = op};
+    name_region(ep->link, &p, data, bytes);
     op_started(op, ucp_am_send_nbx(ep->ucp, AM_BULK, op->copy, head_bytes, data, bytes, &p));
     return 0;
 }
@@ -720,6 +745,7 @@ static int bulk_take(struct net_bulk *b, void *local, struct tow_hash_copy *into
                                  .cb.recv_am = on_am_received,
                                  .datatype = into ? link->copied : ucp_dt_make_contig(1),
                                  .user_data = op};
+        if (!into) name_region(link, &p, local, b->bytes);
         op_started(op, ucp_am_recv_data_nbx(link->worker, b->desc, into ? (void *)op : local,
                                             b->bytes, &p));
         b->desc = NULL;
