@@ -27,6 +27,8 @@
 extern char **environ;
 
 enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
+/* A request with tools needs nearly 64 KiB, on the loop or in the pool. */
+enum { MIN_STACK_KIB = 128 };
 
 struct settings {
     const char *model_dir, *api_key_file, *join_token_file, *served_model_name;
@@ -359,17 +361,19 @@ static int open_recorder(struct router *r, const char *model, struct tow_err *er
 }
 
 /* nng starts two threads for each core, 16 at most, and some of its own; libuv has a pool. */
+static unsigned count_threads(void)
+{
+    enum { N_FIXED = 16, MAX_TASKS = 16 }; /* counted: 13 on 2 cores, and 4 of libuv */
+    const long n_cores = sysconf(_SC_NPROCESSORS_ONLN);
+    return N_FIXED + (n_cores < 1               ? 2u
+                      : n_cores * 2 < MAX_TASKS ? (unsigned)n_cores * 2
+                                                : MAX_TASKS);
+}
+
 static int check_space(struct tow_err *err)
 {
-    enum {
-        N_FIXED = 16,
-        MAX_TASKS = 16,
-        REST_MB = 64
-    }; /* counted: 13 on 2 cores, and 4 of libuv */
-    const long n_cores = sysconf(_SC_NPROCESSORS_ONLN);
-    const uint64_t n = N_FIXED + (n_cores < 1               ? 2
-                                  : n_cores * 2 < MAX_TASKS ? (uint64_t)n_cores * 2
-                                                            : MAX_TASKS);
+    enum { REST_MB = 64 };
+    const uint64_t n = count_threads();
     pthread_attr_t attr;
     size_t stack = 8 << 20;
     char why[120];
@@ -421,7 +425,9 @@ static int start(struct router *r, struct tow_err *err)
                                      .n_warm_up = N_WARM_UP,
                                      .incarnation = tow_random_u64()};
     int rc = check_limits(s, err);
+    if (rc == 0) rc = net_threads_check(count_threads(), "control and clients", err);
     if (rc == 0) rc = net_loop_open(&r->loop, err);
+    if (rc == 0) rc = net_loop_start_pool(r->loop, err);
     if (rc == 0) rc = tow_metrics_new(&r->metrics, err);
     if (rc == 0)
         rc = rtr_cluster_open(&r->cluster, r->loop, s->control.items[0], &route, r->metrics, err);
@@ -493,7 +499,8 @@ int main(int argc, char **argv)
     tow_buf_init(&r.join_token, 0);
     tow_log_init("towpath-router", TOW_LOG_INFO, TOW_LOG_TEXT);
 
-    int rc = read_settings(&r, argc, argv, &what, &err);
+    int rc = net_stack_check(MIN_STACK_KIB, &err);
+    if (rc == 0) rc = read_settings(&r, argc, argv, &what, &err);
     const bool go = what == TOW_OPTS_RUN || what == TOW_OPTS_CHECK;
     if (rc == 0 && go) rc = load_text(&r, &err);
     if (rc == 0 && what == TOW_OPTS_CHECK) rc = check_all(&r.set, &err);

@@ -2,9 +2,12 @@
 #include "common/net/files.h"
 
 #include "common/base/err.h"
+#include "common/base/fault.h"
 
 #include <errno.h>
+#include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/resource.h>
 #include <unistd.h>
@@ -48,4 +51,46 @@ int net_space_check(uint64_t more, const char *why, const char *otherwise, struc
         "it (ulimit -v, LimitAS= of systemd)%s",
         (double)(used + more) / (1 << 20), (double)used / (1 << 20), why,
         (double)r.rlim_cur / (1 << 20), otherwise);
+}
+
+int net_stack_check(uint64_t kib, struct tow_err *err)
+{
+    struct rlimit r;
+    if (getrlimit(RLIMIT_STACK, &r) < 0 || r.rlim_cur == RLIM_INFINITY || r.rlim_cur >= kib * 1024)
+        return 0;
+    return tow_fail(err, TOW_ECONFIG,
+                    "stacks of %llu KiB: at least %llu KiB are needed (ulimit -s)",
+                    (unsigned long long)r.rlim_cur / 1024, (unsigned long long)kib);
+}
+
+/* Stays until it is let go. */
+static void *wait_for_end(void *gate)
+{
+    pthread_mutex_lock(gate);
+    pthread_mutex_unlock(gate);
+    return NULL;
+}
+
+int net_threads_check(unsigned n, const char *for_what, struct tow_err *err)
+{
+    pthread_mutex_t gate = PTHREAD_MUTEX_INITIALIZER;
+    pthread_t *threads = calloc(n, sizeof *threads);
+    unsigned started = 0;
+    int problem = threads ? 0 : ENOMEM;
+    pthread_mutex_lock(&gate);
+    while (started < n && problem == 0) {
+        problem = tow_fault("worker.thread")
+                      ? EAGAIN
+                      : pthread_create(&threads[started], NULL, wait_for_end, &gate);
+        if (problem == 0) started++;
+    }
+    pthread_mutex_unlock(&gate);
+    for (unsigned i = 0; i < started; i++) pthread_join(threads[i], NULL);
+    pthread_mutex_destroy(&gate);
+    free(threads);
+    if (started == n) return 0;
+    return tow_fail(err, TOW_ESYS,
+                    "%s need %u threads, %u could be started: %s (ulimit -u, memory, or the pids "
+                    "limit of a container)",
+                    for_what, n, started, strerror(problem));
 }

@@ -1,8 +1,8 @@
-/* net/files.h - are there file descriptors and address space enough?
+/* net/files.h - are there file descriptors, address space, threads and stacks enough?
  *
  * Why      UCX aborts the process when it gets none, and a router that runs out turns clients away;
- *          nng hangs or crashes when a thread's stack finds no room. All are known before anything
- *          is opened.
+ *          nng hangs or crashes when a thread's stack finds no room, libuv aborts when its pool gets
+ *          no thread. All are known before anything is opened.
  * Owner    Nobody; call it at start.
  */
 #ifndef TOW_NET_FILES_H
@@ -26,5 +26,13 @@ int net_files_check(uint64_t needed, const char *why, struct tow_err *err);
 /* Does `more` fit beside what is in use (ulimit -v)? TOW_ECONFIG when not: one line with both numbers,
  * `why` (what `more` is for) and what to do, or `otherwise` ("" or " or lower --x"). */
 int net_space_check(uint64_t more, const char *why, const char *otherwise, struct tow_err *err);
+
+/* Are stacks, the main thread's and those of all others, of at least so many KiB (ulimit -s)?
+ * TOW_ECONFIG. */
+int net_stack_check(uint64_t kib, struct tow_err *err);
+
+/* Can so many threads be had besides those that run (ulimit -u, pids of a container)? They are
+ * started, and ended. TOW_ESYS says how many there were; for_what: "transport and control". */
+int net_threads_check(unsigned n, const char *for_what, struct tow_err *err);
 
 #endif

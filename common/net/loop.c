@@ -11,6 +11,7 @@
 #include "common/base/clock.h"
 #include "common/base/err.h"
 #include "common/base/list.h"
+#include "common/net/files.h"
 
 #include <poll.h>
 #include <stdlib.h>
@@ -86,6 +87,33 @@ void net_loop_free(struct net_loop *loop)
     int rc = uv_loop_close(&loop->uv);
     tow_assert(rc == 0); /* else a program left a handle of its own open */
     free(loop);
+}
+
+static void no_work(uv_work_t *work)
+{
+    (void)work;
+}
+
+static void on_no_work(uv_work_t *work, int status)
+{
+    (void)status;
+    free(work);
+}
+
+int net_loop_start_pool(struct net_loop *loop, struct tow_err *err)
+{
+    const char *asked = getenv("UV_THREADPOOL_SIZE"); /* as libuv reads it: 4, else 1 to 1024 */
+    const int n = asked ? atoi(asked) : 4;
+    int rc = net_threads_check(n < 1      ? 1
+                               : n > 1024 ? 1024
+                                          : (unsigned)n,
+                               "encoding and records", err);
+    uv_work_t *work = rc < 0 ? NULL : malloc(sizeof *work);
+    if (rc == 0 && (!work || uv_queue_work(&loop->uv, work, no_work, on_no_work) < 0)) {
+        free(work);
+        rc = tow_fail(err, TOW_ENOMEM, "loop: no memory for the pool");
+    }
+    return rc;
 }
 
 void net_loop_hold(struct net_loop *loop, int delta)

@@ -124,6 +124,24 @@ def test_limits_of_threads_and_stacks_are_told(build):
         assert status == 1 and " threads, 2 could be started: " in text and "ulimit -u" in text, (status, text)
         status, text = end_of(build, program, *flags, before=["sh", "-c", 'ulimit -s 48; exec "$@"', "sh"])
         assert status == 1 and "stacks of 48 KiB: at least 64 KiB" in text and text.count("\n") <= 1, (status, text)
+    stack = ["sh", "-c", 'ulimit -s %d; exec "$@"', "sh"]
+    flags = ["--http", "127.0.0.1:0", "--control", "tcp://127.0.0.1:0"]
+    for kib in (32, 48, 127):  # the first request of a client would end it
+        status, text = end_of(build, "router", *flags, before=[w.replace("%d", str(kib)) for w in stack])
+        assert status == 1 and "stacks of %d KiB: at least 128 KiB" % kib in text and text.count("\n") <= 1, (status, text)
+    text = lines_of(build, "router", *flags, before=[w.replace("%d", "128") for w in stack], until=b"clients on")
+    assert "clients on" in text, text
+
+
+def test_threads_of_the_router_are_there_before_the_first_client(build):
+    """libuv starts its pool with the first large body, and aborts where it gets no thread."""
+    with harness.Cluster(build) as c:
+        before = c.router.threads()
+        with open("/proc/%d/statm" % c.router.pid) as f:
+            bytes_now = int(f.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        subprocess.run(["prlimit", "--pid", str(c.router.pid), "--as=%d:" % (bytes_now + (7 << 20))], check=True)  # no stack more
+        status, _, _ = c.request("POST", "/v1/completions", {"prompt": "warm " * 2000, "max_tokens": 2})
+        assert status == 200 and c.router.threads() == before, (status, before, c.router.threads())
 
 
 def test_file_size_limit_is_an_error_and_no_signal(build):
@@ -246,6 +264,7 @@ if __name__ == "__main__":
                   test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
                   test_too_little_shared_memory_is_explained, test_limits_of_threads_and_stacks_are_told,
+                  test_threads_of_the_router_are_there_before_the_first_client,
                   test_file_size_limit_is_an_error_and_no_signal,
                   test_too_few_descriptors_are_told_at_start, test_too_little_address_space_is_told_at_start,
                   test_model_names_that_are_refused,
