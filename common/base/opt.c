@@ -212,16 +212,16 @@ static int refuse(const struct tow_opt *opt, const char *what, const char *text,
     put_range(&range, opt);
     const bool number = opt->type == TOW_OPT_INT || opt->type == TOW_OPT_BYTES;
     const bool one = number && opt->min == opt->max; /* the help says why */
+    const bool unit = opt->unit && !one && opt->type != TOW_OPT_STRING;
     if (one) tow_buf_printf(&range, " (%s)", opt->help);
     int rc = tow_fail(err, TOW_ECONFIG, "%s: '%.100s' is not right; must be %s%s%s%s", what, text,
                       one                           ? ""
                       : opt->type == TOW_OPT_INT    ? "a whole number, "
                       : opt->type == TOW_OPT_FLOAT  ? "a number, "
                       : opt->type == TOW_OPT_BYTES  ? "bytes like 512, 64K, 8M or 2G, "
-                      : opt->type == TOW_OPT_STRING ? "not empty"
+                      : opt->type == TOW_OPT_STRING ? "text, not empty"
                                                     : "",
-                      range.data ? range.data : "", opt->unit && !one ? " " : "",
-                      opt->unit && !one ? opt->unit : "");
+                      range.data ? range.data : "", unit ? " " : "", unit ? opt->unit : "");
     tow_buf_fini(&range);
     return rc;
 }

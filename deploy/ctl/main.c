@@ -9,6 +9,8 @@
 #include "deploy/ctl/status.h"
 #include "deploy/ctl/verify.h"
 
+#include <errno.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -31,7 +33,7 @@ static const struct {
      ctl_needle_main},
 };
 
-int main(int argc, char **argv)
+static int run(int argc, char **argv)
 {
     const size_t n = sizeof commands / sizeof *commands;
     if (argc > 1)
@@ -55,4 +57,16 @@ int main(int argc, char **argv)
     fprintf(to, "usage: towpath-ctl COMMAND [flags]   (COMMAND --help lists its flags)\n");
     for (size_t i = 0; i < n; i++) fprintf(to, "  %-8s %s\n", commands[i].name, commands[i].about);
     return help ? CTL_EXIT_GOOD : CTL_EXIT_FAILED;
+}
+
+/* What was asked for has not been said when it could not be written: a full disk, not a full pipe. */
+int main(int argc, char **argv)
+{
+    const int status = run(argc, argv);
+    const bool failed = ferror(stdout) != 0;
+    errno = 0;
+    if (fflush(stdout) == 0 && !failed) return status;
+    fprintf(stderr, "towpath-ctl: standard output cannot be written%s%s\n", errno ? ": " : "",
+            errno ? strerror(errno) : "");
+    return CTL_EXIT_FAILED;
 }

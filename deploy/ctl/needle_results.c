@@ -201,9 +201,10 @@ int ctl_results_open(struct ctl_results *r, const char *path, bool resume, struc
     r->fd = open(path, O_RDWR | O_CREAT | O_CLOEXEC | O_NONBLOCK, 0666);
     if (r->fd < 0) return tow_fail(err, TOW_EIO, "--out %s: %s", path, strerror(errno));
     struct stat st;
-    if (fstat(r->fd, &st) < 0 || S_ISFIFO(st.st_mode)) {
+    if (fstat(r->fd, &st) < 0 || !S_ISREG(st.st_mode)) {
         ctl_results_close(r);
-        return tow_fail(err, TOW_EIO, "--out %s: a pipe cannot be read back", path);
+        return tow_fail(err, TOW_EIO,
+                        "--out %s: not a regular file, and only such can be read back", path);
     }
     struct tow_buf text;
     tow_buf_init(&text, MAX_FILE);

@@ -366,6 +366,13 @@ class CtlTest(unittest.TestCase):
             self.fails(self.ctl(command, "--no-such-flag"), "--no-such-flag")
         for command in (["status"], ["drain", "x"], ["chat", "q"], ["verify"]):
             self.fails(self.ctl(*command, "--url", "http://127.0.0.1:1"), "127.0.0.1:1")
+        self.router()
+        for command in (["status", "--url", self.url], ["status", "--json", "--url", self.url], ["help"], ["--version"],
+                        ["status", "--help"]):  # what was asked for did not reach whoever asked
+            with open("/dev/full", "w") as full:
+                r = subprocess.run([CTL, *command], env=ENV, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE)
+            self.fails(r, "standard output cannot be written")
+        self.fails(self.ctl("needle", "--url", self.url, "--out", "/dev/full"), "--out /dev/full: not a regular file")
         r = self.ctl("no-such-command")
         self.assertEqual((r.returncode, r.stdout), (2, b""))
 
