@@ -60,7 +60,12 @@ void ctl_complain(const char *command, const struct tow_err *err)
 {
     struct tow_buf out;
     tow_buf_init(&out, 0);
-    ctl_put_clean(&out, err->msg, strlen(err->msg));
+    for (const char *p = err->msg; *p;) { /* one line, whatever it repeats */
+        const size_t n = strcspn(p, "\n\t");
+        ctl_put_clean(&out, p, n);
+        p += n;
+        if (*p) tow_buf_printf(&out, "\\x%02x", (unsigned char)*p++);
+    }
     fprintf(stderr, "towpath-ctl %s: %s\n", command, out.data ? out.data : "out of memory");
     tow_buf_fini(&out);
 }

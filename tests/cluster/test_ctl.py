@@ -366,6 +366,7 @@ class CtlTest(unittest.TestCase):
             self.fails(self.ctl(command, "--no-such-flag"), "--no-such-flag")
         for command in (["status"], ["drain", "x"], ["chat", "q"], ["verify"]):
             self.fails(self.ctl(*command, "--url", "http://127.0.0.1:1"), "127.0.0.1:1")
+        self.fails(self.ctl("status", "--url", "http://127.0.0.1:1/a\nb\tc"), "/a\\x0ab\\x09c")  # one line all the same
         self.router()
         for command in (["status", "--url", self.url], ["status", "--json", "--url", self.url], ["help"], ["--version"],
                         ["status", "--help"]):  # what was asked for did not reach whoever asked
