@@ -3,6 +3,7 @@
 # variant   release (default), asan (ASan + UBSan), tsan, fuzz (clang + libFuzzer)
 # CUDA      found by nvcc on PATH or CUDA_HOME; CUDA=0 leaves every .cu out
 # WERROR=1  warnings are errors (CI)
+# UCX_DIR   a UCX (include/, lib/) in place of the system's; .ucx/libucx, where deploy/setup.sh puts one, if there
 
 VARIANT ?= release
 WERROR  ?= 0
@@ -35,6 +36,11 @@ LIBS_BASE  := -lxxhash -lpthread -lm
 LIBS_TEXT  := -lcjson -lpcre2-8
 LIBS_NET   := -lnng -luv
 LIBS_UCX   := -lucp -luct -lucs -lucm
+UCX_DIR    ?= $(wildcard .ucx/libucx)
+ifneq ($(UCX_DIR),)
+PKG_CFLAGS += -I$(UCX_DIR)/include
+LIBS_UCX   := -L$(UCX_DIR)/lib -Wl,-rpath,$(abspath $(UCX_DIR))/lib $(LIBS_UCX)
+endif
 HAVE_SYSTEMD := $(shell $(PC) --exists libsystemd 2>/dev/null && echo 1)
 ifeq ($(HAVE_SYSTEMD),1)
 DEFS      += -DTOW_HAVE_SYSTEMD=1

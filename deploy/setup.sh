@@ -2,6 +2,7 @@
 #
 # setup_packages build|test|root|fuzz    compilers and libraries, by apt-get as root; else one line says what to install;
 #                              root: what only tests that root runs need
+# setup_ucx                    a later UCX in .ucx where the system's is older than 1.13, from PyPI; else one line says so
 # setup_venv                   Python clients of the tests in .venv; without PyPI one line says what is skipped
 #
 # Nothing is asked of the network when everything is there already.
@@ -88,7 +89,31 @@ T
     done
     # shellcheck disable=SC2086
     [ -z "$missing" ] || setup_apt $missing || return 1
+    case " $* " in *" build "*) setup_ucx ;; esac
     case " $* " in *" fuzz "*) setup_fuzzer_library ;; esac
+}
+
+# Ubuntu 22.04 has a release candidate of 1.12: it ends processes by assertions of its own when a peer dies, and keeps
+# others from handling SIGBUS.
+setup_ucx() {
+    [ -d .ucx/libucx ] && return 0
+    setup_old=$(printf '#include <ucp/api/ucp_version.h>\n#if UCP_API_VERSION < UCP_VERSION(1, 13)\nold UCP_API_MAJOR UCP_API_MINOR\n#endif\n' |
+        gcc -E -P - 2>/dev/null | sed -n 's/^old *\([0-9]*\) *\([0-9]*\).*/\1.\2/p')
+    [ -n "$setup_old" ] || return 0
+    python3 -c 'import ensurepip, venv' >/dev/null 2>&1 || setup_apt python3-venv || return 0
+    echo "towpath: UCX $setup_old is too old to live through a peer's death; fetching a later one into .ucx"
+    setup_log=$(mktemp)
+    if { [ -x .venv/bin/pip ] || python3 -m venv .venv; } >"$setup_log" 2>&1 &&
+        timeout 300 .venv/bin/pip install --quiet --disable-pip-version-check --retries 1 --timeout 60 --no-deps \
+            --target .ucx.part 'libucx-cu13>=1.18' >>"$setup_log" 2>&1; then
+        rm -f .ucx.part/libucx/lib/*.a .ucx.part/libucx/lib/ucx/*.a
+        mv .ucx.part .ucx
+    else
+        tail -n 3 "$setup_log" >&2
+        rm -rf .ucx.part
+        echo "towpath: PyPI gave no UCX; a process may end when its peer dies (docs/operations.md, known limits)" >&2
+    fi
+    rm -f "$setup_log"
 }
 
 setup_venv() {
