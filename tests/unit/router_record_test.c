@@ -96,11 +96,12 @@ static struct rtr_accepted *ask(const char *id, uint32_t n_choices)
 {
     struct rtr_accepted *t = NULL;
     struct rtr_refusal refusal = {0};
-    request = (struct rtr_request){.sampling = {.temperature = 0.7f, .top_p = 1},
-                                   .n_choices = n_choices,
-                                   .choices = choices,
-                                   .n_prompt_total = 3,
-                                   .max_tokens = 9};
+    request =
+        (struct rtr_request){.sampling = {.temperature = 0.7f, .top_p = 1, .repetition_penalty = 1},
+                             .n_choices = n_choices,
+                             .choices = choices,
+                             .n_prompt_total = 3,
+                             .max_tokens = 9};
     snprintf(request.id, sizeof request.id, "%s", id);
     assert_int_equal(top->submit(recorder, &request, &client, &above, &t, &refusal), 0);
     return t;
