@@ -81,6 +81,8 @@ enum { SPIN_US = 100, EMPTY_MAX = 100, PROGRESS_MAX = 64, FREE_MS = 1000, OPS_KE
  * would drag a small packet behind it, at the price of a large one. */
 #define SEGMENT       "UCX_TCP_RX_SEG_SIZE"
 #define SEGMENT_BYTES "130315"
+/* Of its send buffers, never more than what the other side's receive buffers hold. */
+#define SEGMENT_OUT "UCX_TCP_TX_SEG_SIZE"
 
 /* What UCX reported and nobody was told yet. */
 enum note_kind { NOTE_OP, NOTE_MESSAGE, NOTE_BULK, NOTE_EP_ERROR, NOTE_EP_CLOSED };
@@ -193,6 +195,17 @@ static void note_init(struct note *n, enum note_kind kind)
 
 /* --- opening and closing ---------------------------------------------------------------------- */
 
+/* UCX 1.16 and later choose the way of a message by a model of the network. On links whose speed the
+ * system does not tell, as those of virtual machines and loopback, that is slow, and copying a piece
+ * into a send buffer seems to cost nothing; those have 8K by default, which makes small pieces: a
+ * quarter of the speed. Earlier releases send out of the pages, a segment at a time. */
+static bool copies_pieces_out(void)
+{
+    unsigned major, minor, release;
+    ucp_get_version(&major, &minor, &release);
+    return major > 1 || minor >= 16;
+}
+
 /* By the environment, because that is where transports look for their settings in all versions
  * (ucp_config_modify() reaches them only in later ones). Settings of UCX as a whole were read
  * before main(); in the environment they would come too late, and be complained of as unused. */
@@ -204,6 +217,7 @@ void net_link_setup(void)
         {"UCX_TCP_RCVBUF", "4M"},          {SEGMENT, SEGMENT_BYTES}};
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         setenv(settings[i][0], settings[i][1], 0);
+    if (copies_pieces_out()) setenv(SEGMENT_OUT, net_link_segment(), 0);
     /* With UCX_TLS restricted some of these go unused, which is no reason to complain on stdout. */
     ucs_global_opts_set_value("WARN_UNUSED_ENV_VARS", "n");
 }

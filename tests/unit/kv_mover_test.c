@@ -443,8 +443,10 @@ static void test_kv_mover__peers_that_do_not_fit_hear_why(void **state)
     refused_by(&d, 77, facts, "d9", 22, "identity", true);
     refused_by(&d, 78, facts, "d0", 22, "no answer", false);
     setenv("UCX_TCP_RX_SEG_SIZE", "32K", 1);
+    unsetenv("UCX_TCP_TX_SEG_SIZE"); /* is made to fit, where there is none */
     refused_by(&d, 77, facts, "d0", 22, "link.tcp_segment: theirs 130315, ours 32K", true);
     unsetenv("UCX_TCP_RX_SEG_SIZE");
+    unsetenv("UCX_TCP_TX_SEG_SIZE");
     side_close(&d);
 }
 
