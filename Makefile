@@ -38,7 +38,7 @@ LIBS_NET   := -lnng -luv
 LIBS_UCX   := -lucp -luct -lucs -lucm
 UCX_DIR    ?= $(wildcard .ucx/libucx)
 ifneq ($(UCX_DIR),)
-PKG_CFLAGS += -I$(UCX_DIR)/include
+PKG_CFLAGS += -isystem $(UCX_DIR)/include
 LIBS_UCX   := -L$(UCX_DIR)/lib -Wl,-rpath,$(abspath $(UCX_DIR))/lib $(LIBS_UCX)
 endif
 HAVE_SYSTEMD := $(shell $(PC) --exists libsystemd 2>/dev/null && echo 1)
