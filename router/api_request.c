@@ -810,7 +810,9 @@ static int check_ids_only(struct check *c)
         enum json_type want = c->a->route == RTR_TOKENIZE ? JSON_STRING : JSON_ARRAY;
         if (json_type(v) != want) {
             return must_be(c, json_type(v) == JSON_NULL ? "missing_field" : "invalid_type", key, v,
-                           want == JSON_STRING ? "a string" : "a list of token ids");
+                           want == JSON_ARRAY          ? "a list of token ids"
+                           : json_type(v) == JSON_NULL ? "a string, or messages be given"
+                                                       : "a string");
         }
         p = tow_arena_alloc(&c->a->req.arena, sizeof *p);
         if (!p) return no_memory(c);

@@ -36,7 +36,7 @@ void rtr_error_of(struct rtr_api_error *e, const struct rtr_refusal *r)
 {
     int status = r->http ? r->http : tow_err_http(r->err.code);
     if (status < 400 || status == 499) status = 500;
-    rtr_api_fail(e, status, r->reason ? r->reason : tow_err_name(r->err.code), NULL, "%s",
+    rtr_api_fail(e, status, r->reason ? r->reason : tow_err_name(r->err.code), r->param, "%s",
                  r->err.msg[0] ? r->err.msg : tow_err_text(r->err.code));
 }
 

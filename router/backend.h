@@ -76,6 +76,7 @@ struct rtr_refusal {
     int http;               /* 0: tow_err_http(err.code) */
     uint32_t retry_after_s; /* 0: none; else 1..600 */
     const char *reason;     /* a literal such as "queue_full", for X-Towpath-Reason; NULL: none */
+    const char *param;      /* a literal: the field of the request that is wrong; NULL: none */
 };
 
 struct rtr_logprob {

@@ -1525,7 +1525,9 @@ int rtr_route_submit(struct rtr_route *r, uint64_t now_ms, const struct rtr_requ
     if (n > r->cfg.max_queued) {
         snprintf(text, sizeof text, "n: %u answers in all, must be at most %u (--max-queued)", n,
                  r->cfg.max_queued);
-        return refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
+        refuse(r, f, TOW_EINVAL, n, "too_large", false, text);
+        f->param = "n";
+        return TOW_EINVAL;
     }
     if (tokens > r->cfg.max_queued_tokens) {
         snprintf(text, sizeof text, "prompts have %llu tokens, at most %u (--max-queued-tokens)",

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """More than the cluster can do: a flood of long prompts against small limits, clients that leave, pools that are too small.
 usage: test_flood.py BUILD_DIR [--prompts N]"""
+import json
 import random
 import time
 
@@ -110,6 +111,9 @@ def test_queue_limits_hold(build):
 
         def queued():
             return c.metric("runs", state="queued")
+        s = c.stream(chat_body("hello", n=7)).read()  # never could be taken: no use to try again
+        error = json.loads(s.raw)["error"]
+        assert s.status == 400 and error["param"] == "n" and "retry-after" not in s.headers, (s.headers, error)
         submit(n=4)
         wait_for("4 runs", lambda: queued() == 4)
         s = c.stream(chat_body("hello", n=3)).read()
