@@ -102,12 +102,9 @@ static void on_no_work(uv_work_t *work, int status)
 
 int net_loop_start_pool(struct net_loop *loop, struct tow_err *err)
 {
-    const char *asked = getenv("UV_THREADPOOL_SIZE"); /* as libuv reads it: 4, else 1 to 1024 */
-    const int n = asked ? atoi(asked) : 4;
-    int rc = net_threads_check(n < 1      ? 1
-                               : n > 1024 ? 1024
-                                          : (unsigned)n,
-                               "encoding and records", err);
+    const char *asked = getenv("UV_THREADPOOL_SIZE"); /* as libuv reads it: 1 to 1024 */
+    const unsigned n = asked ? (unsigned)atoi(asked) : 4;
+    int rc = net_threads_check(n == 0 ? 1 : n > 1024 ? 1024 : n, "encoding and records", err);
     uv_work_t *work = rc < 0 ? NULL : malloc(sizeof *work);
     if (rc == 0 && (!work || uv_queue_work(&loop->uv, work, no_work, on_no_work) < 0)) {
         free(work);
