@@ -27,8 +27,6 @@
 extern char **environ;
 
 enum { MAX_OPTIONS = 28, POLL_MS = 50, LEAVE_MS = 300, N_WARM_UP = 6 };
-/* A request with tools needs nearly 64 KiB, on the loop or in the pool. */
-enum { MIN_STACK_KIB = 128 };
 
 struct settings {
     const char *model_dir, *api_key_file, *join_token_file, *served_model_name;
@@ -499,7 +497,7 @@ int main(int argc, char **argv)
     tow_buf_init(&r.join_token, 0);
     tow_log_init("towpath-router", TOW_LOG_INFO, TOW_LOG_TEXT);
 
-    int rc = net_stack_check(MIN_STACK_KIB, &err);
+    int rc = net_stack_check(&err);
     if (rc == 0) rc = read_settings(&r, argc, argv, &what, &err);
     const bool go = what == TOW_OPTS_RUN || what == TOW_OPTS_CHECK;
     if (rc == 0 && go) rc = load_text(&r, &err);

@@ -53,14 +53,14 @@ int net_space_check(uint64_t more, const char *why, const char *otherwise, struc
         (double)r.rlim_cur / (1 << 20), otherwise);
 }
 
-int net_stack_check(uint64_t kib, struct tow_err *err)
+int net_stack_check(struct tow_err *err)
 {
     struct rlimit r;
-    if (getrlimit(RLIMIT_STACK, &r) < 0 || r.rlim_cur == RLIM_INFINITY || r.rlim_cur >= kib * 1024)
+    if (getrlimit(RLIMIT_STACK, &r) < 0 || r.rlim_cur == RLIM_INFINITY ||
+        r.rlim_cur >= NET_STACK_KIB * 1024)
         return 0;
-    return tow_fail(err, TOW_ECONFIG,
-                    "stacks of %llu KiB: at least %llu KiB are needed (ulimit -s)",
-                    (unsigned long long)r.rlim_cur / 1024, (unsigned long long)kib);
+    return tow_fail(err, TOW_ECONFIG, "stacks of %llu KiB: at least %d KiB are needed (ulimit -s)",
+                    (unsigned long long)r.rlim_cur / 1024, NET_STACK_KIB);
 }
 
 /* Stays until it is let go. */

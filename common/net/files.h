@@ -17,6 +17,9 @@ enum {
     NET_FILES_OWN = 48, /* standard streams, log, loop, nng, UCX and its shared memory: 27 to 31 */
     NET_FILES_PEER = 4, /* of a worker, for each peer over TCP: one seen for each direction */
     NET_FILES_STATUS = 32, /* readers of a worker's --status at once */
+    /* Of stacks: with 72 a worker may die in UCX 1.13 when it meets a peer, with 56 a router of a
+     * request with tools. Other versions may need more. */
+    NET_STACK_KIB = 256
 };
 
 /* Raises the soft limit to the hard one when it is below `needed`. TOW_ECONFIG when that is too
@@ -27,9 +30,8 @@ int net_files_check(uint64_t needed, const char *why, struct tow_err *err);
  * `why` (what `more` is for) and what to do, or `otherwise` ("" or " or lower --x"). */
 int net_space_check(uint64_t more, const char *why, const char *otherwise, struct tow_err *err);
 
-/* Are stacks, the main thread's and those of all others, of at least so many KiB (ulimit -s)?
- * TOW_ECONFIG. */
-int net_stack_check(uint64_t kib, struct tow_err *err);
+/* Are stacks, of the main thread and all others, of NET_STACK_KIB (ulimit -s)? TOW_ECONFIG. */
+int net_stack_check(struct tow_err *err);
 
 /* Can so many threads be had besides those that run (ulimit -u, pids of a container)? They are
  * started, and ended. TOW_ESYS says how many there were; for_what: "transport and control". */

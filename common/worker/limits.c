@@ -6,16 +6,10 @@
 #include <unistd.h>
 
 enum {
-    MIN_STACK_KIB = 64,
     OURS = 3,      /* transfer, engine, UCX's own */
     NNG_FIXED = 9, /* resolvers, timers, poller, reaper */
     NNG_TASKS = 16 /* at most, of two a core */
 };
-
-int work_limits_stack(struct tow_err *err)
-{
-    return net_stack_check(MIN_STACK_KIB, err);
-}
 
 int work_limits_threads(struct tow_err *err)
 {

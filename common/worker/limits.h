@@ -5,8 +5,6 @@
 
 struct tow_err;
 
-/* Stacks of a useful size. TOW_ECONFIG. */
-int work_limits_stack(struct tow_err *err);
 /* As many threads as the transport, the engine and the control channel start: they are started, and
  * ended. TOW_ESYS says how many there were. */
 int work_limits_threads(struct tow_err *err);

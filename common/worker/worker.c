@@ -1178,7 +1178,7 @@ int work_run(const struct work_role *role, int argc, char **argv)
     tow_buf_init(&o->token, 0);
     tow_log_init(role->program, TOW_LOG_INFO, TOW_LOG_TEXT);
 
-    int rc = work_limits_stack(&err);
+    int rc = net_stack_check(&err);
     if (rc == 0) rc = read_settings(w, argc, argv, &what, &err);
     if (rc == 0 && what == TOW_OPTS_RUN) {
         rc = start_all(w, &err);

@@ -1,4 +1,6 @@
 /* ctl/main.c - towpath-ctl: picks the subcommand. */
+#include "common/base/err.h"
+#include "common/net/files.h"
 #include "deploy/ctl/chat.h"
 #include "deploy/ctl/drain.h"
 #include "deploy/ctl/eval.h"
@@ -62,6 +64,11 @@ static int run(int argc, char **argv)
 /* What was asked for has not been said when it could not be written: a full disk, not a full pipe. */
 int main(int argc, char **argv)
 {
+    struct tow_err err;
+    if (net_stack_check(&err) < 0) { /* before the engine runs out of them */
+        fprintf(stderr, "towpath-ctl: %s\n", err.msg);
+        return CTL_EXIT_FAILED;
+    }
     const int status = run(argc, argv);
     const bool failed = ferror(stdout) != 0;
     errno = 0;

@@ -373,6 +373,9 @@ class CtlTest(unittest.TestCase):
             with open("/dev/full", "w") as full:
                 r = subprocess.run([CTL, *command], env=ENV, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE)
             self.fails(r, "standard output cannot be written")
+        r = subprocess.run(["sh", "-c", 'ulimit -s 64; exec "$@"', "sh", CTL, "eval", "--model", MODEL, "--tokens", "x", "--out", "y"],
+                           env=ENV, capture_output=True)
+        self.fails(r, "stacks of 64 KiB: at least 256 KiB")  # the engine needs more
         self.fails(self.ctl("needle", "--url", self.url, "--out", "/dev/full"), "--out /dev/full: not a regular file")
         r = self.ctl("no-such-command")
         self.assertEqual((r.returncode, r.stdout), (2, b""))

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
 """What happens at the edges of a running cluster: a paused router, mute connections, a drain limit of nothing."""
+import json
 import os
 import re
 import resource
@@ -122,15 +123,22 @@ def test_limits_of_threads_and_stacks_are_told(build):
     for program in ("prefill", "decode"):
         status, text = end_of(build, program, *flags, "--fault", "worker.thread=3:fail")
         assert status == 1 and " threads, 2 could be started: " in text and "ulimit -u" in text, (status, text)
-        status, text = end_of(build, program, *flags, before=["sh", "-c", 'ulimit -s 48; exec "$@"', "sh"])
-        assert status == 1 and "stacks of 48 KiB: at least 64 KiB" in text and text.count("\n") <= 1, (status, text)
-    stack = ["sh", "-c", 'ulimit -s %d; exec "$@"', "sh"]
-    flags = ["--http", "127.0.0.1:0", "--control", "tcp://127.0.0.1:0"]
-    for kib in (32, 48, 127):  # the first request of a client would end it
-        status, text = end_of(build, "router", *flags, before=[w.replace("%d", str(kib)) for w in stack])
-        assert status == 1 and "stacks of %d KiB: at least 128 KiB" % kib in text and text.count("\n") <= 1, (status, text)
-    text = lines_of(build, "router", *flags, before=[w.replace("%d", "128") for w in stack], until=b"clients on")
-    assert "clients on" in text, text
+    def stacks(kib):
+        return ["sh", "-c", 'ulimit -s %d; exec "$@"' % kib, "sh"]
+    for program in ("router", "prefill", "decode"):  # the first peer or request would end it
+        for kib in (32, 64, 255):
+            status, text = end_of(build, program, before=stacks(kib))
+            assert status == 1 and "stacks of %d KiB: at least 256 KiB" % kib in text and text.count("\n") <= 1, (status, text)
+    with harness.Cluster(build, start=False) as c:
+        for p in c.all:
+            p.prefix = stacks(256)
+        c.router.start().wait_up()
+        for w in c.workers:
+            w.start()
+        c.wait_ready()
+        tool = {"type": "function", "function": {"name": "f", "parameters": json.loads('{"a":' * 55 + "1" + "}" * 55)}}
+        assert c.chat("Who are you?", max_tokens=4, tools=[tool] * 2)[0] == 200
+        assert c.chat("Who are you? " * 400, max_tokens=4, n=2, logprobs=True, top_logprobs=20)[0] == 200
 
 
 def test_threads_of_the_router_are_there_before_the_first_client(build):
