@@ -25,6 +25,17 @@ struct attn_job {
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 void attention_few(struct kern_stream *s, const struct attn_job *j);
 
+/* Stored keys of a batch's sequences in bf16, in scratch: of each sequence its ring by slots, then
+ * its entries in their order. */
+struct attn_wide {
+    uint8_t *rows;  /* of 512 values each; NULL: none */
+    int32_t *first; /* [n_seqs] a sequence's first row; [n_seqs]: the number of all */
+    int32_t room;   /* where there are more than that, none is there */
+};
+/* attention_widen_cuda.cu: keys as above. Enqueues; w->rows is NULL where rows are too few for
+ * it. False: no memory. */
+bool attention_widen(struct kern_stream *s, const struct attn_job *j, struct attn_wide *w);
+
 /* One row's keys. */
 struct attn_keys {
     struct cuda_seq q;
@@ -32,23 +43,32 @@ struct attn_keys {
     int32_t n_window, n;
     const int32_t *selected; /* entries, or NULL: 0, 1, ... */
 };
+/* All but `q` of row t of a sequence whose row row0 is position pos0. */
+static __device__ __forceinline__ struct attn_keys
+attn_keys_at(const struct attn_job &j, int32_t t, int64_t pos0, int32_t row0, int32_t n_selected)
+{
+    struct attn_keys ks;
+    const int64_t pos = pos0 + (t - row0);
+    ks.from = pos - j.k.window + 1 > 0 ? pos - j.k.window + 1 : 0;
+    ks.n = ks.n_window = (int32_t)(pos - ks.from + 1);
+    ks.selected = NULL;
+    if (j.k.y.ratio && j.selected) {
+        ks.selected = j.selected + t * j.sel_ld;
+        ks.n += n_selected;
+    } else if (j.k.y.ratio) {
+        ks.n += (int32_t)((uint32_t)(pos + 1) / (uint32_t)j.k.y.ratio); /* positions: below 2^31 */
+    }
+    return ks;
+}
 /* False: row t belongs to no sequence. */
 static __device__ __forceinline__ bool attn_keys_of(const struct attn_job &j, int32_t t,
                                                     struct attn_keys *ks)
 {
     const int32_t i = j.b.row_seq[t];
     if (i < 0) return false;
-    ks->q = j.b.seqs[i];
-    const int64_t pos = ks->q.pos0 + (t - ks->q.row0);
-    ks->from = pos - j.k.window + 1 > 0 ? pos - j.k.window + 1 : 0;
-    ks->n = ks->n_window = (int32_t)(pos - ks->from + 1);
-    ks->selected = NULL;
-    if (j.k.y.ratio && j.selected) {
-        ks->selected = j.selected + t * j.sel_ld;
-        ks->n += j.n_selected[t];
-    } else if (j.k.y.ratio) {
-        ks->n += (int32_t)((uint32_t)(pos + 1) / (uint32_t)j.k.y.ratio); /* positions: below 2^31 */
-    }
+    const struct cuda_seq q = j.b.seqs[i];
+    *ks = attn_keys_at(j, t, q.pos0, q.row0, j.k.y.ratio && j.selected ? j.n_selected[t] : 0);
+    ks->q = q;
     return true;
 }
 

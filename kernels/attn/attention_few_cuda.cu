@@ -217,7 +217,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
             for (int r = 0; r < 2; r++) {
                 const int h = g + 8 * r;
                 float m = chain[r].m;
-                for (int i = 0; i <= rank; i++) m = fmaxf(m, sh->reference[parity][i][h]);
+                for (int i = 0; i <= rank; i++) m = attn_raised(m, sh->reference[parity][i][h]);
                 const float own = sh->reference[parity][rank][h];
                 const uint32_t two =
                     attn_scaled(attn_weights(s[2 * r], s[2 * r + 1], own), attn_power(own - m));
@@ -264,7 +264,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < some; i++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const float m = fmaxf(chain[r].m, sh->reference[parity][i][g + 8 * r]);
+                const float m = attn_raised(chain[r].m, sh->reference[parity][i][g + 8 * r]);
                 const float f = attn_power(chain[r].m - m);
                 chain[r].sum = fmaf(chain[r].sum, f, sh->sum[i][g + 8 * r]);
                 chain[r].m = m;

@@ -1,8 +1,9 @@
 /* kernels/attn/softmax.cuh - weights against a power of two, and the chain of a row's tiles.
  *
  * A score enters as y = score * scale * log2(e). Its weight is 2^(y - r), rounded to bf16, where
- * the integer r is the largest y of its tile, rounded up; and then times 2^(r - m), m being the
- * largest r of the row's tiles so far: a power of two, which changes no digit.
+ * the integer r is the largest y of its tile, rounded up; and then times 2^(r - m): a power of two,
+ * which changes no digit. m is the row's reference so far, an r that no later one is far above: as
+ * it is seldom another, sums are seldom scaled.
  */
 #ifndef KERN_ATTN_SOFTMAX_CUH
 #define KERN_ATTN_SOFTMAX_CUH
@@ -25,7 +26,12 @@ static __device__ __forceinline__ float attn_reference(float top)
 {
     return fmaxf(ceilf(top), ATTN_LEAST);
 }
-/* 2^n for an integer n <= 0; 0 below -126, and for NaN. */
+/* The reference after a tile that has its own. */
+static __device__ __forceinline__ float attn_raised(float m, float reference)
+{
+    return reference > m + 8.0f || m == ATTN_LEAST ? reference : m;
+}
+/* 2^n for an integer n <= 8; 0 below -126, and for NaN. */
 static __device__ __forceinline__ float attn_power(float n)
 {
     /* The sum's low bits are n + 127. */

@@ -340,6 +340,75 @@ static void test_attention__arrays_that_are_not_aligned_are_near_the_cpu(void **
     kern_dev_close(bare);
 }
 
+/* Rows' outputs in a call of many rows, whose stored keys are widened ahead if they fit, and in
+ * calls of `few` each, which widen tile by tile: the same bits. */
+static void same_in_pieces(const struct world *w, int layer, const struct rows *r, int32_t T,
+                           const struct kern_seq *seqs, int32_t n_seqs, int32_t few)
+{
+    uint16_t *piece = malloc((size_t)few * H * D * 2);
+    assert_non_null(piece);
+    attend(gpu, w, layer, r, 0, T, seqs, n_seqs, r->o);
+    for (int32_t i = 0; i < n_seqs;) {
+        struct kern_seq some[128];
+        const int32_t at = seqs[i].row0;
+        int32_t n = 0, rows = 0;
+        do { /* whole sequences, or a long one's first rows */
+            some[n] = seqs[i++];
+            some[n].row0 -= at;
+            if (some[n].n_rows > few) some[n].n_rows = few;
+            rows += some[n++].n_rows;
+        } while (i < n_seqs && n < 128 && rows + seqs[i].n_rows <= few);
+        attend(gpu, w, layer, r, at, rows, some, n, piece);
+        for (int64_t k = 0; k < (int64_t)rows * H * D; k++)
+            if (piece[k] != r->o[(int64_t)at * H * D + k])
+                fail_msg("layer %d, row %d: element %d is %x, not %x", layer,
+                         at + (int)(k / (H * D)), (int)(k % (H * D)), r->o[(int64_t)at * H * D + k],
+                         piece[k]);
+    }
+    free(piece);
+}
+static void test_attention__keys_widened_ahead_give_the_same_bits(void **state)
+{
+    enum { T = 700, FEW = 255 };
+    struct rows r = {.q = malloc((size_t)T * H * D * 2),
+                     .kv = malloc((size_t)T * D * 2),
+                     .o = malloc((size_t)T * H * D * 2),
+                     .sel = malloc((size_t)T * 512 * 4),
+                     .n_sel = malloc(T * 4)};
+    struct kern_seq *seqs = malloc(T * sizeof *seqs);
+    (void)state;
+    assert_true(r.q && r.kv && r.o && r.sel && r.n_sel && seqs);
+    fill(r.q, (size_t)T * H * D, 1);
+    fill(r.kv, (size_t)T * D, 2);
+    for (int h = 0; h < H; h++) r.sink[h] = rnd();
+    for (int kind = 0; kind < 4; kind++) {
+        struct world w;
+        const int layer = kind % 2 ? C128 : C4;
+        world_open(&w, kind / 2 ? KERN_KV_BF16 : KERN_KV_FP8, KERN_IK_FP8);
+        /* From the start, from where the ring is not yet full, with a full ring, from far on; then
+         * rows of so many sequences that their keys do not fit. */
+        const struct kern_seq chunks[] = {seq_at(&w, 0, 140, 0, 512), seq_at(&w, 140, 31, 77, 512),
+                                          seq_at(&w, 171, 300, 3001, 512),
+                                          seq_at(&w, 471, 229, 20000, 512)};
+        for (int apart = 0; apart < 2; apart++) {
+            const int32_t n_seqs = apart ? T / 4 : 4;
+            for (int i = 0; i < n_seqs; i++)
+                seqs[i] = apart ? seq_at(&w, 4 * i, 4, 31 * i, 512) : chunks[i];
+            for (int i = 0; i < n_seqs; i++)
+                for (int t = seqs[i].row0; t < seqs[i].row0 + seqs[i].n_rows; t++) {
+                    const int32_t n = ((int32_t)seqs[i].pos0 + t - seqs[i].row0 + 1) / 4;
+                    r.n_sel[t] = n < 512 ? n : t % 9 == 8 ? 100 : 512;
+                    for (int k = 0; k < 512; k++)
+                        r.sel[t * 512 + k] =
+                            k < r.n_sel[t] ? (int32_t)((int64_t)k * n / r.n_sel[t]) : -1;
+                }
+            same_in_pieces(&w, layer, &r, T, seqs, n_seqs, FEW);
+        }
+        world_close(&w);
+    }
+    free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(seqs);
+}
+
 int main(int argc, char **argv)
 {
     const char *d = getenv("TOW_TEST_DEVICE");
@@ -352,6 +421,7 @@ int main(int argc, char **argv)
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_attention__any_length_is_near_the_cpu),
         cmocka_unit_test(test_attention__odd_keys_are_near_the_cpu),
+        cmocka_unit_test(test_attention__keys_widened_ahead_give_the_same_bits),
         cmocka_unit_test(test_attention__arrays_that_are_not_aligned_are_near_the_cpu),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
