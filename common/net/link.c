@@ -31,11 +31,11 @@
  *          new worker has a new queue; net_link_reopen() makes one. Registered memory belongs to
  *          the context and stays.
  *
- * Named    Whatever goes by rendezvous from or to our registered memory says so (name_region). UCX
- *          1.16 and later otherwise find that memory in their cache of registrations, and a request
- *          that is cancelled ends only when nobody refers to the cached one any more: our
- *          registration does, until ucp_mem_unmap(). It would stay in flight for ever, and its
- *          callback be made then, when the worker is gone.
+ * Named    Whatever goes by rendezvous or is read from or to our registered memory says so
+ *          (name_region). UCX 1.16 and later otherwise find that memory in their cache of
+ *          registrations, if they have one, and a rendezvous that is cancelled ends only when nobody
+ *          refers to the cached one any more: our registration does, until ucp_mem_unmap(). It would
+ *          stay in flight for ever, and its callback be made then, when the worker is gone.
  *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
  *          UCX callbacks on whichever thread happened to progress. libuv around UCX's descriptor:
@@ -195,11 +195,17 @@ static void note_init(struct note *n, enum note_kind kind)
 
 /* --- opening and closing ---------------------------------------------------------------------- */
 
-/* UCX 1.16 and later choose the way of a message by a model of the network. On links whose speed the
- * system does not tell, as those of virtual machines and loopback, that is slow, and copying a piece
- * into a send buffer seems to cost nothing; those have 8K by default, which makes small pieces: a
- * quarter of the speed. Earlier releases send out of the pages, a segment at a time. */
-static bool copies_pieces_out(void)
+/* UCX 1.16 and later have other protocols, and these settings for them:
+ *
+ * SEGMENT_OUT They choose by a model of the network. On links whose speed the system does not tell,
+ *             as those of virtual machines and loopback, that is slow, and copying a piece into a
+ *             send buffer seems to cost nothing; those have 8K by default, which makes small pieces:
+ *             a third of the speed. Earlier releases send out of the pages, a segment at a time.
+ * RCACHE      A cache of registrations needs to hear of memory that is given back, so making a
+ *             context patches libc's mmap() and its kin while other threads run. A thread of UCX
+ *             1.18 was seen to wait for ever for the lock in there. We have no use for the cache:
+ *             all that moves far is in our regions and says so. */
+static bool has_new_protocols(void)
 {
     unsigned major, minor, release;
     ucp_get_version(&major, &minor, &release);
@@ -217,7 +223,10 @@ void net_link_setup(void)
         {"UCX_TCP_RCVBUF", "4M"},          {SEGMENT, SEGMENT_BYTES}};
     for (size_t i = 0; i < sizeof settings / sizeof *settings; i++)
         setenv(settings[i][0], settings[i][1], 0);
-    if (copies_pieces_out()) setenv(SEGMENT_OUT, net_link_segment(), 0);
+    if (has_new_protocols()) {
+        setenv(SEGMENT_OUT, net_link_segment(), 0);
+        setenv("UCX_RCACHE_ENABLE", "n", 0);
+    }
     /* With UCX_TLS restricted some of these go unused, which is no reason to complain on stdout. */
     ucs_global_opts_set_value("WARN_UNUSED_ENV_VARS", "n");
 }
@@ -559,21 +568,7 @@ int net_ep_send(struct net_ep *ep, const void *frame, uint32_t bytes)
     return 0;
 }
 
-int net_ep_get(struct net_ep *ep, struct net_rkey *k, uint64_t remote, void *local, size_t bytes,
-               net_done_fn on_done, void *arg)
-{
-    if (ep->closing) return TOW_EPEER;
-    struct op *op = op_new(ep->link, OP_GET, ep, on_done, arg, bytes);
-    if (!op) return TOW_ENOMEM;
-    ucp_request_param_t p = {.op_attr_mask =
-                                 UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
-                             .cb.send = on_request,
-                             .user_data = op};
-    op_started(op, ucp_get_nbx(ep->ucp, local, bytes, remote, k->ucp, &p));
-    return 0;
-}
-
-/* Says to UCX in which of our regions the bytes of a rendezvous message lie; see "Named" above. */
+/* Says to UCX in which of our regions the bytes of an operation lie; see "Named" above. */
 static void name_region(const struct net_link *link, ucp_request_param_t *p, const void *data,
                         size_t bytes)
 {
@@ -589,6 +584,21 @@ static void name_region(const struct net_link *link, ucp_request_param_t *p, con
 #else
     (void)link, (void)p, (void)data, (void)bytes;
 #endif
+}
+
+int net_ep_get(struct net_ep *ep, struct net_rkey *k, uint64_t remote, void *local, size_t bytes,
+               net_done_fn on_done, void *arg)
+{
+    if (ep->closing) return TOW_EPEER;
+    struct op *op = op_new(ep->link, OP_GET, ep, on_done, arg, bytes);
+    if (!op) return TOW_ENOMEM;
+    ucp_request_param_t p = {.op_attr_mask =
+                                 UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA,
+                             .cb.send = on_request,
+                             .user_data = op};
+    name_region(ep->link, &p, local, bytes);
+    op_started(op, ucp_get_nbx(ep->ucp, local, bytes, remote, k->ucp, &p));
+    return 0;
 }
 
 int net_ep_send_bulk(struct net_ep *ep, const void *head, uint32_t head_bytes, const void *data,

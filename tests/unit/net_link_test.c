@@ -161,6 +161,8 @@ static void test_net_link__close_ends_bulks_on_their_way(void **state)
 
 int main(void)
 {
+    /* An operator may want it, and where it is (UCX 1.16 and later) it keeps what is not named. */
+    setenv("UCX_RCACHE_ENABLE", "try", 1);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_net_link__close_ends_bulks_nobody_takes),
         cmocka_unit_test(test_net_link__close_ends_bulks_on_their_way),
