@@ -111,7 +111,7 @@ setup_ucx() {
     else
         tail -n 3 "$setup_log" >&2
         rm -rf .ucx.part
-        echo "towpath: PyPI gave no UCX; a process may end when its peer dies (docs/operations.md, known limits)" >&2
+        echo "towpath: PyPI gave no UCX; a worker may end when its peer dies (docs/operations.md, \"Which UCX\")" >&2
     fi
     rm -f "$setup_log"
 }
