@@ -23,7 +23,7 @@ struct attn_job {
  * 64 bf16 values; q, kv, o and pages 16-byte aligned. Enqueue; false: the driver refuses to
  * describe the queries. */
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
-void attention_few(struct kern_stream *s, const struct attn_job *j);
+bool attention_few(struct kern_stream *s, const struct attn_job *j);
 
 /* Stored keys of a batch's sequences in bf16, in scratch: of each sequence its ring by slots, then
  * its entries in their order. */

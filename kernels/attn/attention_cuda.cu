@@ -492,10 +492,10 @@ static bool aligned(const struct attn_job *j)
     return (((uintptr_t)j->q | (uintptr_t)j->kv | (uintptr_t)j->o | (uintptr_t)j->k.pages) & 15) ==
            0;
 }
-/* Clusters for each 16 heads of a row find room at once, or nearly so. */
+/* Two CTAs for each 64 heads of a row find room at once. */
 static bool few_rows(const struct kern_stream *s, const struct attn_job *j)
 {
-    return j->T * cuda_ceil(j->H, 16) * 8 <= 2 * s->n_sm;
+    return j->T * cuda_ceil(j->H, 64) * 2 <= s->n_sm;
 }
 static bool tiles_fit(const struct attn_job *j)
 {
@@ -527,9 +527,7 @@ extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_atte
         plain_kernel<<<(unsigned)(j.T * j.H), THREADS, 0, s->cu>>>(j);
     else if (s->arch != 90 || j.k.d != 512 || j.k.rd != 64)
         launch_tiled(s, &j);
-    else if (few_rows(s, &j))
-        attention_few(s, &j);
-    else if (!attention_wgmma(s, &j))
+    else if (!(few_rows(s, &j) ? attention_few(s, &j) : attention_wgmma(s, &j)))
         return TOW_EDEVICE;
     return cuda_done(s, "attention");
 }

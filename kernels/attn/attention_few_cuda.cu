@@ -1,308 +1,730 @@
-/* kernels/attn/attention_few_cuda.cu - attention where rows are too few to fill an sm_90a.
+/* kernels/attn/attention_few_cuda.cu - attention where rows leave multiprocessors idle (sm_90a).
  *
- * A cluster of eight CTAs takes a row and 16 heads, and eight tiles of keys at a time, each CTA one
- * of them: it widens the tile, makes its scores over the whole width, and tells the others its
- * maxima. With those each knows the running maximum, makes its tile's weights and hands them to
- * all. Then a CTA sums 64 of the 512 columns over the eight tiles in their order, from its
- * neighbours' tiles, where its columns lie together. The next tiles' codes are on their way
- * meanwhile.
+ * A cluster of CTAs takes a row and 64 heads, and each CTA a part of the width: it reads and widens
+ * only its columns of every key, and keeps only those of the queries and of the output. A score is
+ * one chain over the width (so its bits are those of attention_wgmma_cuda.cu): the first CTA begins
+ * it, hands the unfinished sums to the next through distributed shared memory, and so on; the last
+ * makes the weights and hands them to all. Then each sums its own columns, tiles in their order.
+ * So every CTA does its share of every tile, and nothing is read or widened twice.
+ *     producers   eight warps: look keys up, widen this CTA's columns of a tile
+ *     scorers     two warpgroups, every other tile each: continue the chain; in the last CTA also
+ *                 weights
+ *     summer      one warpgroup: weights times this CTA's columns; the output
+ * What goes from CTA to CTA lies as the registers of a thread, for the same thread of the same
+ * group there: stores of 16 bytes that a barrier counts.
  *
  * Order    of all sums, and what is rounded where, are those of attention_wgmma_cuda.cu: same bits.
- *          A chain of mma.sync has the bits of wgmma's where keys and columns have the same slots.
- * Bound    Latency: three reads that wait for one another, chains of 32 mma for scores and for
- *          columns, two meetings of the cluster, per eight tiles.
+ * Bound    Cycles on an H200, read in the kernel: with two CTAs 2,200 a tile, as producers take
+ *          1,600 to 2,100 to widen one, and 8,600 before the first tile's weights (800 for how many
+ *          keys there are, 1,800 for the first's places and code that begins, 1,000 to read and
+ *          widen, 600 for scores on either side of 1,100 on the way, 900 for weights, 1,000 until
+ *          they are there). With four 1,600 and 10,900: the last sends weights to three.
  */
 #include "kernels/attn/key_tile.cuh"
 #include "kernels/attn/softmax.cuh"
 #include "kernels/cuda/tma.cuh"
+#include "kernels/cuda/wgmma.cuh"
+
+#include <stddef.h>
 
 enum {
-    HEADS = 16,
-    CLUSTER = 8, /* KEY_WIDTH / 64: a block of columns each; the most that every device grants */
-    WARPS = 8,   /* eight keys, then eight columns each */
-    THREADS = WARPS * 32,
+    HEADS = 64,
+    SCORERS = 2, /* warpgroups; every other tile each */
+    PRODUCER_WARPS = 8,
+    KEYS_A_WARP = KEY_ROWS / PRODUCER_WARPS,
+    FIRST_PRODUCER = (1 + SCORERS) * 128, /* thread */
+    THREADS = FIRST_PRODUCER + PRODUCER_WARPS * 32,
+    /* 640 threads begin with 96 registers each. */
+    SUMMER_REGISTERS = 176,
+    SCORER_REGISTERS = 72,
+    PRODUCER_REGISTERS = 80,
+    CHUNK = 32 / KEYS_A_WARP, /* tiles whose keys a producer's warp looks up at once, one a lane */
+    CHUNKS = 3,               /* that are known at a time; the first three are looked up by all */
+    PARTIAL = 8,              /* pieces of four words that a thread sends: unfinished scores */
+    MADE = 4,                 /* the same: weights, beside a reference for each head */
+    MADE_BYTES = MADE * 128 * 16 + HEADS * 4,
+    KEPT = 2, /* pieces of codes that wait in a lane's registers */
 };
 
-struct shared {
-    uint8_t tile[KEY_TILE];
-    uint8_t v[CLUSTER][KEY_BLOCK]; /* this CTA's columns of everybody's tile */
-    uint8_t q[KEY_WIDTH / 64][HEADS * 128];
-    uint8_t p[CLUSTER][HEADS * 128];    /* weights of everybody's tile: 16 heads x 64 keys */
-    float reference[2][CLUSTER][HEADS]; /* maxima of everybody's tile, by the turn's parity */
-    float sum[CLUSTER][HEADS];
-    float top[WARPS][HEADS];
-    struct key_source src[KEY_ROWS];
+/* Of a CTA of a cluster of C. */
+template <int C> struct part {
+    static constexpr int BLOCKS = KEY_WIDTH / 64 / C, SLOT = BLOCKS * KEY_BLOCK;
+    static constexpr int SLOTS = C == 2 ? 4 : 8;
+    static constexpr int WAITING = BLOCKS > KEPT ? BLOCKS - KEPT : 0;
+    /* The first CTA is ahead of all, and sent no unfinished scores: more tiles have their place. */
+    static constexpr int MORE = SCORERS * PARTIAL * 128 * 16 / SLOT;
+    static_assert(SLOTS >= CHUNK, "a chunk's slots");
+};
+template <int C> struct shared {
+    uint8_t q[part<C>::SLOT]; /* 64 heads; at the end the output goes through here */
+    uint8_t tile[part<C>::SLOTS][part<C>::SLOT]; /* and on */
+    float4 partial[SCORERS][PARTIAL][128];
+    float4 made[SCORERS][MADE][128];
+    float reference[SCORERS][HEADS];
+    uint4 waiting[PRODUCER_WARPS][part<C>::WAITING ? part<C>::WAITING : 1][32]; /* a lane's codes */
+    const uint8_t *row[CHUNKS][PRODUCER_WARPS][32]; /* of a key; its scales so far behind, or 0 */
+    int32_t scales[CHUNKS][PRODUCER_WARPS][32];
+    struct attn_keys keys;
+    /* Of a slot, by producers' warps; by the summer's. */
+    uint64_t full[part<C>::SLOTS + part<C>::MORE], empty[part<C>::SLOTS + part<C>::MORE];
+    uint64_t q_full, found; /* found: the second and third chunk, by the warps that did it */
+    uint64_t partial_full[SCORERS], made_full[SCORERS]; /* bytes of pieces */
+    uint64_t partial_read[SCORERS]; /* the next CTA's scorer: what this one sent is in registers */
+    uint64_t made_read[SCORERS];    /* in the last CTA: all summers have it in registers */
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-static __device__ __forceinline__ void remote_word(uint32_t to, uint32_t v)
+/* A walk through a CTA's slots. */
+template <int C> struct slot {
+    int at, use, all; /* use: how often it was used before */
+    __device__ __forceinline__ slot(int first, int rank)
+        : at(first), use(0), all(part<C>::SLOTS + (rank ? 0 : part<C>::MORE))
+    {
+    }
+    __device__ __forceinline__ void step(int n)
+    {
+        at += n;
+        if (at < all) return;
+        at -= all;
+        use++;
+    }
+    __device__ __forceinline__ uint8_t *tile(struct shared<C> *sh) const
+    {
+        static_assert(offsetof(struct shared<C>, partial) ==
+                          offsetof(struct shared<C>, tile) + sizeof sh->tile,
+                      "slots go on");
+        return sh->tile[0] + at * part<C>::SLOT;
+    }
+};
+
+template <int N> static __device__ __forceinline__ void set_registers_less(void)
 {
-    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(to), "r"(v) : "memory");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
-static __device__ __forceinline__ uint4 remote_piece(uint32_t from)
+template <int N> static __device__ __forceinline__ void set_registers_more(void)
 {
-    uint4 v;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(from)
-                 : "memory");
-    return v;
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+static __device__ __forceinline__ void arrive(uint64_t *bar)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bar_arrive(bar);
+}
+/* Only what is waited for: a CTA may leave else. */
+static __device__ __forceinline__ void arrive_at(uint64_t *bar, int rank)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bar_arrive_at(bar, rank);
 }
 
-/* A lane's quarter of a key on its way, where it is stored in e4m3. */
-struct fetched {
-    uint4 codes[KEY_CODES / 64];
+/* ------------------------------------------------------------------ producers */
+
+/* A lane's key of a chunk, number lane % 8 of the warp's of tile lane / 8, while it is found. */
+struct search {
+    uint32_t word; /* on its way: the entry's number; then its page's */
+    int32_t row;   /* of the page; negative: no entry */
+};
+static __device__ __forceinline__ int32_t key_of(int chunk, int warp, int lane)
+{
+    return (chunk * CHUNK + lane / KEYS_A_WARP) * KEY_ROWS + warp * KEYS_A_WARP +
+           lane % KEYS_A_WARP;
+}
+/* A key that is found, and where producers find it. */
+template <int C>
+static __device__ __forceinline__ void keep_key(struct shared<C> *sh, int place, int warp, int lane,
+                                                const struct key_source &s)
+{
+    sh->row[place][warp][lane] = s.row;
+    sh->scales[place][warp][lane] = s.scales ? (int32_t)(s.scales - s.row) : 0;
+}
+template <int C>
+static __device__ __forceinline__ struct key_source kept_key(const struct shared<C> *sh, int place,
+                                                             int warp, int key)
+{
+    const uint8_t *row = sh->row[place][warp][key];
+    const int32_t behind = sh->scales[place][warp][key];
+    return {row, behind ? row + behind : NULL};
+}
+/* The number of an entry does not wait for how many are selected: a list has room for sel_ld. */
+template <int C>
+static __device__ __forceinline__ void
+search_begin(const struct attn_job &j, const struct attn_keys &ks, int32_t i, int place, int warp,
+             int lane, struct shared<C> *sh, struct search *s)
+{
+    const int32_t entry = i - ks.n_window;
+    s->word = (uint32_t)entry;
+    if (ks.selected && entry >= 0 && entry < j.sel_ld)
+        s->word = (uint32_t)__ldg(ks.selected + entry);
+    const struct key_looked at = key_look(j, ks, i, ks.n);
+    s->row = at.n < 0 ? 0 : -1;
+    if (at.n >= 0) keep_key(sh, place, warp, lane, key_source_of(j, {at.at, at.row, at.n}, 0));
+}
+static __device__ __forceinline__ void search_page(const struct attn_job &j,
+                                                   const struct attn_keys &ks, struct search *s)
+{
+    if (s->row < 0) return;
+    const struct key_found f = key_find(j, {ks.q.page_ids, 0, -ks.q.page_step}, s->word);
+    s->row = f.row;
+    s->word = __ldg((const uint32_t *)f.at);
+}
+template <int C>
+static __device__ __forceinline__ void search_end(const struct attn_job &j, const struct search &s,
+                                                  int place, int warp, int lane,
+                                                  struct shared<C> *sh)
+{
+    if (s.row >= 0) keep_key(sh, place, warp, lane, key_source_of(j, {NULL, s.row, -1}, s.word));
+}
+
+/* What a lane has read of a key in e4m3: of each block of this CTA the columns 16 (lane % 4) on;
+ * from block KEPT on they wait in shared memory, copies of a block being a group. The values behind
+ * the codes take two pieces. */
+template <int C> struct fetched {
+    uint4 piece[KEPT], rest;
     uint2 scales;
 };
-static __device__ __forceinline__ void fetch(const struct key_source &s, struct fetched *r)
+template <int C>
+static __device__ __forceinline__ void fetch(const struct key_source &s, int rank, int b,
+                                             uint4 (*waiting)[32], struct fetched<C> *r)
 {
-    if (!s.scales) return;
-    const uint4 *from = (const uint4 *)s.row + threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < KEY_CODES / 64; i++) r->codes[i] = __ldg(from + 4 * i);
-    if (threadIdx.x % 4 == 0) key_prefetch(s.row + KEY_CODES);
-    r->scales = __ldg((const uint2 *)s.scales);
+    constexpr int BLOCKS = part<C>::BLOCKS;
+    const uint8_t *from = s.row + (rank * BLOCKS + b) * 64 + threadIdx.x % 4 * 16;
+    if (s.scales && b == 0) {
+        r->scales = dev_stream8(s.scales);
+        if (rank == C - 1) r->rest = dev_stream16(from + BLOCKS * 64);
+    }
+    if (s.scales && b < KEPT) r->piece[b] = dev_stream16(from);
+    if (s.scales && b >= KEPT) dev_copy16(&waiting[b - KEPT][threadIdx.x % 32], from, true);
+    if (b >= KEPT) dev_copy_commit();
 }
-static __device__ __forceinline__ void store_key(const struct key_source &s,
-                                                 const struct fetched &r, uint8_t *tile, int key)
+template <int C>
+static __device__ __forceinline__ uint4 fetched_piece(int b, const uint4 (*waiting)[32],
+                                                      const struct fetched<C> &r)
 {
-    const struct key_spot at(tile, key, threadIdx.x % 32);
-    if (!s.scales) {
-        at.plain(s.row);
+    if (b < KEPT) return r.piece[b];
+    dev_copy_wait<part<C>::WAITING ? part<C>::WAITING - 1 : 0>();
+    return waiting[b - KEPT][threadIdx.x % 32];
+}
+/* A scale's word of this CTA's blocks, the first in the lowest byte. */
+template <int C> static __device__ __forceinline__ uint32_t scales_of(const uint2 &scales, int rank)
+{
+    constexpr int BLOCKS = part<C>::BLOCKS;
+    const uint32_t w = (rank * BLOCKS < 4 ? scales.x : scales.y) >> rank * BLOCKS % 4 * 8;
+    return rank == C - 1 ? w & (1u << (BLOCKS - 1) * 8) - 1 : w;
+}
+/* This CTA's codes of a lane once more, the slow way: rare. */
+static __device__ __noinline__ void odd_codes(const uint8_t *codes, const uint8_t *scales, int n,
+                                              uint8_t *even, uint8_t *next)
+{
+#pragma unroll 1
+    for (int i = 0; i < n; i++) {
+        const uint32_t scale = dev_ue8m0_bf16x2(scales[i]);
+        uint4 lo, hi;
+        dev_e4m3x16_bf16(__ldg((const uint4 *)(codes + 64 * i)), &lo, &hi);
+        *(uint4 *)(even + i * KEY_BLOCK) = dev_mul_bf16x8(lo, scale);
+        *(uint4 *)(next + i * KEY_BLOCK) = dev_mul_bf16x8(hi, scale);
+    }
+}
+/* A lane's part of a key in bf16, on its way when this returns. */
+template <int C>
+static __device__ __forceinline__ void copy_plain(const struct key_source &s, int rank,
+                                                  const struct key_spot &at)
+{
+    constexpr int BLOCKS = part<C>::BLOCKS;
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) {
+        const uint8_t *from = s.row + (rank * BLOCKS + b) * 128 + 16 * at.quarter;
+        dev_copy16(at.at(b, at.quarter), from, true);
+        dev_copy16(at.at(b, at.quarter + 4), from + 64, true);
+    }
+}
+/* A lane's part of a tile: as a piece is widened, the next tile's takes its place. begun: a key in
+ * bf16 has been asked for. */
+template <int C>
+static __device__ __forceinline__ void
+widen(const struct key_source &now, bool begun, const struct key_source &next, int rank,
+      const struct key_spot &at, uint4 (*waiting)[32], struct fetched<C> *bytes)
+{
+    constexpr int BLOCKS = part<C>::BLOCKS;
+    const bool last = rank == C - 1;
+    if (now.scales) {
+        const uint32_t word = scales_of<C>(bytes->scales, rank);
+        uint32_t odds = key_odd::add(make_uint2(word, 0));
+#pragma unroll
+        for (int b = 0; b < BLOCKS; b++) {
+            const uint4 c = fetched_piece<C>(b, waiting, *bytes);
+            if (b == 0 && last) *at.at(BLOCKS - 1, at.quarter + 4) = bytes->rest;
+            if (b == BLOCKS - 1 && last) {
+                *at.at(b, at.quarter) = c;
+            } else {
+                odds = key_odd::add(odds, c);
+                at.codes(b, c, make_uint2(word, word));
+            }
+            fetch<C>(next, rank, b, waiting, bytes);
+        }
+        if (key_odd::any(odds))
+            odd_codes(now.row + rank * BLOCKS * 64 + 16 * at.quarter, now.scales + rank * BLOCKS,
+                      last ? BLOCKS - 1 : BLOCKS, (uint8_t *)at.at(0, 2 * at.quarter),
+                      (uint8_t *)at.at(0, 2 * at.quarter + 1));
         return;
     }
-    at.rest(s.row);
-    uint32_t odds = key_odd::add(r.scales);
+    if (now.row) {
+        if (!begun) copy_plain<C>(now, rank, at);
+    } else {
 #pragma unroll
-    for (int i = 0; i < KEY_CODES / 64; i++) {
-        odds = key_odd::add(odds, r.codes[i]);
-        at.codes(i, r.codes[i], r.scales);
-    }
-    if (key_odd::any(odds)) at.odd_codes(s);
-}
-
-static __device__ __forceinline__ struct key_found look_up(const struct attn_job &j,
-                                                           const struct attn_keys &ks, int32_t i)
-{
-    const struct key_looked a = key_look(j, ks, i, ks.n);
-    uint32_t e = (uint32_t)a.row;
-    if (a.n < 0 && ks.selected) e = (uint32_t)__ldg(ks.selected + a.row);
-    return key_find(j, a, e);
-}
-static __device__ __forceinline__ uint32_t page_of(const struct key_found &f)
-{
-    return f.n < 0 ? __ldg((const uint32_t *)f.at) : 0;
-}
-
-/* Scores of eight keys: one chain over the width. */
-static __device__ __forceinline__ void scores(const struct shared *sh, int warp, int lane,
-                                              float (&s)[4])
-{
-    const int key = warp * 8 + lane % 8;
-    s[0] = s[1] = s[2] = s[3] = 0.0f;
-#pragma unroll 8
-    for (int k = 0; k < KEY_WIDTH / 16; k += 2) {
-        uint32_t b[4];
-        dev_ldmatrix4(b, sh->tile + k / 4 * KEY_BLOCK + key * 128 +
-                             ((k % 4 * 2 + lane / 8 ^ key % 8) << 4));
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t a[4];
-            dev_ldmatrix4(a, sh->q[k / 4] + lane % 16 * 128 +
-                                 ((k % 4 * 2 + 2 * i + lane / 16 ^ lane % 8) << 4));
-            dev_mma(s, a, b + 2 * i);
+        for (int b = 0; b < BLOCKS; b++) {
+            *at.at(b, at.quarter) = make_uint4(0, 0, 0, 0);
+            *at.at(b, at.quarter + 4) = make_uint4(0, 0, 0, 0);
         }
-    }
-}
-/* o += the weights of a tile times eight of this CTA's columns. */
-static __device__ __forceinline__ void add(const struct shared *sh, int i, int warp, int lane,
-                                           float (&o)[4])
-{
-#pragma unroll
-    for (int k = 0; k < KEY_ROWS / 16; k += 2) {
-        uint32_t b[4];
-        dev_ldmatrix4_trans(b, sh->v[i] + (k * 16 + lane) * 128 + ((warp ^ lane % 8) << 4));
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            uint32_t a[4];
-            dev_ldmatrix4(a,
-                          sh->p[i] + lane % 16 * 128 + (((k + n) * 2 + lane / 16 ^ lane % 8) << 4));
-            dev_mma(o, a, b + 2 * n);
-        }
-    }
-}
-
-static __global__ void __launch_bounds__(THREADS, 1)
-    few_kernel(const __grid_constant__ struct attn_job j, int32_t groups)
-{
-    extern __shared__ uint8_t raw[];
-    struct shared *sh = (struct shared *)(raw + (-dev_shared(raw) & 127u));
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, rank = cluster_rank();
-    const int32_t item = blockIdx.x / CLUSTER, t = item / groups, h0 = item % groups * HEADS;
-    const int g = lane / 4, c = lane % 4, key = threadIdx.x / 4;
-    const float factor = attn_factor(j.scale);
-    struct attn_keys ks;
-    if (!attn_keys_of(j, t, &ks)) return; /* the whole cluster */
-    const int32_t tiles = (ks.n + KEY_ROWS - 1) / KEY_ROWS;
-
-    for (int i = threadIdx.x; i < HEADS * (KEY_WIDTH / 8); i += THREADS) {
-        const int h = i / (KEY_WIDTH / 8), piece = i % (KEY_WIDTH / 8);
-        const bool there = h0 + h < j.H;
-        dev_copy16(sh->q[piece / 8] + h * 128 + ((piece ^ h) % 8 << 4),
-                   (const uint8_t *)j.q +
-                       (((int64_t)t * j.H + h0 + (there ? h : 0)) * KEY_WIDTH + piece * 8) * 2,
-                   there);
     }
     dev_copy_commit();
-    if (threadIdx.x < KEY_ROWS) {
-        const struct key_found f = look_up(j, ks, rank * KEY_ROWS + (int32_t)threadIdx.x);
-        sh->src[threadIdx.x] = key_source_of(j, f, page_of(f));
+    dev_copy_wait<0>();
+#pragma unroll
+    for (int b = 0; b < BLOCKS; b++) fetch<C>(next, rank, b, waiting, bytes);
+}
+
+/* A chunk's keys of a producer's warp, all steps at once: before the first tile. */
+template <int C>
+static __device__ __forceinline__ void search(const struct attn_job &j, const struct attn_keys &ks,
+                                              int chunk, int warp, struct shared<C> *sh)
+{
+    const int lane = threadIdx.x % 32;
+    const int32_t i = key_of(chunk, warp, lane);
+    struct search s;
+    if (chunk * CHUNK * KEY_ROWS >= ks.n) return;
+    search_begin(j, ks, i, chunk, warp, lane, sh, &s);
+    search_page(j, ks, &s);
+    search_end(j, s, chunk, warp, lane, sh);
+}
+template <int C>
+static __device__ __forceinline__ void produce(const struct attn_job &j, const struct attn_keys &ks,
+                                               int32_t tiles, int rank, struct shared<C> *sh)
+{
+    const int warp = (int)(threadIdx.x - FIRST_PRODUCER) / 32, lane = threadIdx.x % 32;
+    struct search wanted;
+    struct fetched<C> bytes;
+    uint4(*waiting)[32] = sh->waiting[warp];
+    /* With a whole window two tiles need no look-ups: those of the next two are made meanwhile. */
+    const bool window = ks.n_window >= 2 * KEY_ROWS;
+    const int known = window ? 2 : CHUNK; /* tiles whose keys are known now */
+    search_begin(j, ks, key_of(0, warp, lane), 0, warp, lane, sh, &wanted);
+    if (!window) {
+        search_page(j, ks, &wanted);
+        search_end(j, wanted, 0, warp, lane, sh);
     }
-    __syncthreads();
-    struct key_source src = sh->src[key];
-    struct fetched bytes;
-    fetch(src, &bytes);
+    __syncwarp();
+    {
+        const struct key_source s = kept_key(sh, 0, warp, lane / 4);
+#pragma unroll
+        for (int b = 0; b < part<C>::BLOCKS; b++) fetch<C>(s, rank, b, waiting, &bytes);
+    }
+    /* The first slots are free: the batch's own keys, the newest of the window, go there now. */
+#pragma unroll 1
+    for (int i = 0; i < known; i++) {
+        const int key = warp * KEYS_A_WARP + lane / 4;
+        const struct key_source s = kept_key(sh, 0, warp, i * KEYS_A_WARP + lane / 4);
+        if (s.row && !s.scales) copy_plain<C>(s, rank, key_spot(sh->tile[i], key, lane));
+    }
+    dev_copy_commit();
+    struct slot<C> to(0, rank);
+    int turn = 0, following = 1, later = 2; /* places of this chunk, the next, the one after it */
+#pragma unroll 1
+    for (int32_t i = 0; i < tiles; i++) {
+        const int tile = i % CHUNK;
+        if (i >= CHUNK && (i / CHUNK + 2) * CHUNK < tiles) {
+            const int32_t key = key_of(i / CHUNK + 2, warp, lane);
+            if (tile == 0) search_begin(j, sh->keys, key, later, warp, lane, sh, &wanted);
+            if (tile == 1) search_page(j, sh->keys, &wanted);
+            if (tile == 2) search_end(j, wanted, later, warp, lane, sh);
+        }
+        if (window && i == 0) search_page(j, sh->keys, &wanted);
+        if (window && i == 1) search_end(j, wanted, 0, warp, lane, sh);
+        if (i == CHUNK - 1) bar_wait(&sh->found, 0);
+        if (to.use) bar_wait(&sh->empty[to.at], to.use % 2 ^ 1);
+        __syncwarp();
+        const int key = tile * KEYS_A_WARP + lane / 4;
+        struct key_source after = {NULL, NULL};
+        if (i + 1 < tiles)
+            after = tile + 1 < CHUNK ? kept_key(sh, turn, warp, key + KEYS_A_WARP)
+                                     : kept_key(sh, following, warp, lane / 4);
+        widen<C>(kept_key(sh, turn, warp, key), i < known, after, rank,
+                 key_spot(to.tile(sh), warp * KEYS_A_WARP + lane / 4, lane), waiting, &bytes);
+        wgmma_shared();
+        arrive(&sh->full[to.at]);
+        to.step(1);
+        if (tile == CHUNK - 1) {
+            const int before = turn;
+            turn = following, following = later, later = before;
+        }
+    }
+}
 
-    struct attn_chain chain[2] = {{ATTN_LEAST, 0}, {ATTN_LEAST, 0}}; /* heads g, g + 8 */
-    float o[4] = {};
-    for (int32_t i0 = 0; i0 < tiles; i0 += CLUSTER) {
-        const int32_t mine = i0 + rank, next = (mine + CLUSTER) * KEY_ROWS;
-        const int parity = i0 / CLUSTER % 2;
-        const int some = tiles - i0 < CLUSTER ? tiles - i0 : CLUSTER; /* tiles of this turn */
-        float s[4];
-        if (mine < tiles) store_key(src, bytes, sh->tile, key);
-        dev_copy_commit();
-        dev_copy_wait<0>();
-        struct key_found found = {};
-        uint32_t page = 0;
-        if (threadIdx.x < KEY_ROWS) {
-            found = look_up(j, ks, next + (int32_t)threadIdx.x);
-            page = page_of(found);
-        }
-        __syncthreads();
-        if (mine < tiles) {
-            scores(sh, warp, lane, s);
-            float top[2];
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                s[e] *= factor;
-                if (mine * KEY_ROWS + warp * 8 + 2 * c + e % 2 >= ks.n)
-                    s[e] = -kern_float(0x7f800000u);
-            }
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                top[r] = fmaxf(fmaxf(-kern_float(0x7f800000u), s[2 * r]), s[2 * r + 1]);
-                top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-                top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-                if (c == 0) sh->top[warp][g + 8 * r] = top[r];
-            }
-        }
-        if (threadIdx.x < KEY_ROWS) sh->src[threadIdx.x] = key_source_of(j, found, page);
-        __syncthreads();
-        if (mine < tiles && threadIdx.x < HEADS * CLUSTER) { /* a head's maximum to a neighbour */
-            const int h = threadIdx.x % HEADS, to = threadIdx.x / HEADS;
-            float top = sh->top[0][h];
-#pragma unroll
-            for (int w = 1; w < WARPS; w++) top = fmaxf(top, sh->top[w][h]);
-            remote_word(dev_shared_of(&sh->reference[parity][rank][h], to),
-                        kern_bits(attn_reference(top)));
-        }
-        src = sh->src[key];
-        if (mine + CLUSTER < tiles) fetch(src, &bytes);
-        cluster_meet(); /* tiles and maxima are there */
+/* ------------------------------------------------------------------ scorers */
 
-        if (mine < tiles) {
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int h = g + 8 * r;
-                float m = chain[r].m;
-                for (int i = 0; i <= rank; i++) m = attn_raised(m, sh->reference[parity][i][h]);
-                const float own = sh->reference[parity][rank][h];
-                const uint32_t two =
-                    attn_scaled(attn_weights(s[2 * r], s[2 * r + 1], own), attn_power(own - m));
-                const uint32_t *to =
-                    (const uint32_t *)(sh->p[rank] + h * 128 + ((warp ^ h % 8) << 4)) + c;
-#pragma unroll
-                for (int i = 0; i < CLUSTER; i++) remote_word(dev_shared_of(to, i), two);
-            }
-        }
-        /* All on their way at once: a neighbour is half a thousand cycles away. */
-        uint4 pieces[CLUSTER][KEY_BLOCK / 16 / THREADS];
-#pragma unroll
-        for (int i = 0; i < CLUSTER; i++)
-#pragma unroll
-            for (int k = 0; k < KEY_BLOCK / 16 / THREADS; k++)
-                if (i < some)
-                    pieces[i][k] = remote_piece(dev_shared_of(
-                        sh->tile + rank * KEY_BLOCK + (k * THREADS + threadIdx.x) * 16, i));
-#pragma unroll
-        for (int i = 0; i < CLUSTER; i++)
-#pragma unroll
-            for (int k = 0; k < KEY_BLOCK / 16 / THREADS; k++)
-                if (i < some)
-                    *(uint4 *)(sh->v[i] + (k * THREADS + threadIdx.x) * 16) = pieces[i][k];
-        cluster_meet(); /* weights are there, tiles have been read */
+/* The descriptor of what lies `bytes` further on: the address never carries into the upper word. */
+static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
+{
+    return (descriptor & ~(uint64_t)0xffffffff) | (uint32_t)((uint32_t)descriptor + (bytes >> 4));
+}
 
-        if (threadIdx.x < HEADS * 4) { /* sums of weights: by four threads each, then a butterfly */
-            const int h = threadIdx.x / 4;
-            for (int i = 0; i < some; i++) {
-                float sum = 0.0f;
+/* A tile's weights of this thread's two heads, against the tile's own references. p lies as wgmma
+ * wants it from registers. */
+struct weights {
+    uint32_t p[16];
+    float reference[2];
+};
+static __device__ __forceinline__ void weigh(int32_t k0, int32_t n, float factor, float (&s)[32],
+                                             struct weights *w)
+{
+    const int col = threadIdx.x % 4 * 2;
+    const int32_t there = n - k0; /* keys of this tile */
+    float top[2] = {-kern_float(0x7f800000u), -kern_float(0x7f800000u)};
 #pragma unroll
-                for (int n = 0; n < 8; n++) {
-                    const uint32_t two =
-                        ((const uint32_t *)(sh->p[i] + h * 128 + ((n ^ h % 8) << 4)))[c];
-                    sum += kern_float(two << 16);
-                    sum += kern_float(two & 0xffff0000u);
-                }
-                sum += __shfl_xor_sync(~0u, sum, 1);
-                sum += __shfl_xor_sync(~0u, sum, 2);
-                if (c == 0) sh->sum[i][h] = sum;
+    for (int i = 0; i < 32; i++) s[i] *= factor;
+    if (there < KEY_ROWS) {
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            if (i / 4 * 8 + col + i % 2 >= there) s[i] = -kern_float(0x7f800000u);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]); /* passes over NaN */
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+        w->reference[r] = attn_reference(top[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        w->p[i] = attn_weights(s[2 * i], s[2 * i + 1], w->reference[i % 2]);
+}
+
+template <int C>
+static __device__ __forceinline__ void score(const struct attn_job &j, int32_t n, int32_t tiles,
+                                             int rank, int group, struct shared<C> *sh)
+{
+    constexpr int BLOCKS = part<C>::BLOCKS;
+    const int thread = threadIdx.x % 128;
+    const bool last = rank == C - 1;
+    const float factor = attn_factor(j.scale);
+    const uint64_t q = wgmma_rows(sh->q);
+    cluster_wait(); /* all barriers are there */
+    bar_wait(&sh->q_full, 0);
+    struct slot<C> from(group, rank);
+#pragma unroll 1
+    for (int32_t i = group, turn = 0; i < tiles; i += SCORERS, turn++, from.step(SCORERS)) {
+        float s[32];
+        if (rank > 0) {
+            bar_wait(&sh->partial_full[group], turn % 2);
+            if (thread == 0) bar_expect(&sh->partial_full[group], PARTIAL * 128 * 16);
+#pragma unroll
+            for (int k = 0; k < PARTIAL; k++) {
+                const float4 v = sh->partial[group][k][thread];
+                s[4 * k] = v.x, s[4 * k + 1] = v.y, s[4 * k + 2] = v.z, s[4 * k + 3] = v.w;
             }
         }
-        __syncthreads();
-        for (int i = 0; i < some; i++) {
+        bar_wait(&sh->full[from.at], from.use % 2);
+        const uint64_t k = wgmma_rows(from.tile(sh));
+        wgmma_pin(s);
+        wgmma_fence();
 #pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float m = attn_raised(chain[r].m, sh->reference[parity][i][g + 8 * r]);
-                const float f = attn_power(chain[r].m - m);
-                chain[r].sum = fmaf(chain[r].sum, f, sh->sum[i][g + 8 * r]);
-                chain[r].m = m;
-                o[2 * r] *= f;
-                o[2 * r + 1] *= f;
-            }
-            add(sh, i, warp, lane, o);
+        for (int w = 0; w < BLOCKS * 4; w++)
+            wgmma_bf16(s, on(q, w / 4 * KEY_BLOCK + w % 4 * 32),
+                       on(k, w / 4 * KEY_BLOCK + w % 4 * 32), w > 0 || rank > 0);
+        wgmma_commit();
+        /* Not before what was loaded has come to registers: the next to come may be quicker. */
+        if (rank > 0 && i + SCORERS < tiles) arrive_at(&sh->partial_read[group], rank - 1);
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        if (!last) {
+            if (turn) bar_wait(&sh->partial_read[group], turn % 2 ^ 1);
+            const uint32_t to = dev_shared_of(&sh->partial[group][0][thread], rank + 1),
+                           bar = dev_shared_of(&sh->partial_full[group], rank + 1);
+#pragma unroll
+            for (int k = 0; k < PARTIAL; k++)
+                put_at(to + k * 128 * 16, bar,
+                       make_float4(s[4 * k], s[4 * k + 1], s[4 * k + 2], s[4 * k + 3]));
+            continue;
         }
+        struct weights w;
+        weigh(i * KEY_ROWS, n, factor, s, &w);
+        if (turn) bar_wait(&sh->made_read[group], turn % 2 ^ 1);
+        const int head = thread / 32 * 16 + thread % 32 / 4;
+#pragma unroll
+        for (int c = 0; c < C - 1; c++) {
+            const uint32_t to = dev_shared_of(&sh->made[group][0][thread], c),
+                           at = dev_shared_of(&sh->reference[group][head], c),
+                           bar = dev_shared_of(&sh->made_full[group], c);
+#pragma unroll
+            for (int k = 0; k < MADE; k++)
+                put_at(to + k * 128 * 16, bar,
+                       make_float4(kern_float(w.p[4 * k]), kern_float(w.p[4 * k + 1]),
+                                   kern_float(w.p[4 * k + 2]), kern_float(w.p[4 * k + 3])));
+            if (thread % 4) continue;
+            put_at(at, bar, w.reference[0]);
+            put_at(at + 8 * 4, bar, w.reference[1]);
+        }
+#pragma unroll
+        for (int k = 0; k < MADE; k++)
+            *(uint4 *)&sh->made[group][k][thread] =
+                make_uint4(w.p[4 * k], w.p[4 * k + 1], w.p[4 * k + 2], w.p[4 * k + 3]);
+        if (thread % 4 == 0) {
+            sh->reference[group][head] = w.reference[0];
+            sh->reference[group][head + 8] = w.reference[1];
+        }
+        arrive(&sh->made_full[group]);
+    }
+}
+
+/* ------------------------------------------------------------------ summer */
+
+/* A thread's sums: of this CTA's columns 128 at a time. */
+template <int C> struct sums {
+    float o[part<C>::BLOCKS / 2][64];
+};
+/* o (+)= weights times this CTA's columns of a tile; begun, not waited for. read: who is to know
+ * that p has come to registers, or NULL. */
+template <int C>
+static __device__ __forceinline__ void add(const uint8_t *tile, const uint32_t (&p)[16], bool more,
+                                           struct sums<C> *s, uint64_t *read)
+{
+    constexpr int PARTS = part<C>::BLOCKS / 2;
+    const uint64_t v = wgmma_columns(tile, KEY_BLOCK, 1024);
+#pragma unroll
+    for (int h = 0; h < PARTS; h++) wgmma_pin(s->o[h]);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < KEY_ROWS / 16; i++)
+#pragma unroll
+        for (int h = 0; h < PARTS; h++)
+            wgmma_bf16_columns(s->o[h], p + 4 * i, on(v, h * 2 * KEY_BLOCK + i * 2048),
+                               i > 0 || more);
+    wgmma_commit();
+    if (read) arrive_at(read, C - 1);
+}
+template <int C> static __device__ __forceinline__ void add_done(struct sums<C> *s)
+{
+    wgmma_wait<0>();
+#pragma unroll
+    for (int h = 0; h < part<C>::BLOCKS / 2; h++) wgmma_pin(s->o[h]);
+}
+/* The sum of a tile's weights of this thread's two heads. */
+static __device__ __forceinline__ void sum_weights(const uint32_t (&p)[16], float (&sum)[2])
+{
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        sum[i % 2] += kern_float(p[i] << 16);
+        sum[i % 2] += kern_float(p[i] & 0xffff0000u);
     }
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        const int32_t h = h0 + g + 8 * r;
-        if (h >= j.H) continue;
-        const float inverse = attn_inverse(chain[r], j.sink[h]);
-        *(uint32_t *)((uint16_t *)j.o + ((int64_t)t * j.H + h) * KEY_WIDTH + rank * 64 + warp * 8 +
-                      c * 2) = attn_bf16x2(o[2 * r] * inverse, o[2 * r + 1] * inverse);
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
     }
+}
+/* The sums of this thread's two heads times powers of two. */
+template <int C>
+static __device__ __forceinline__ void rescale(const float (&f)[2], struct sums<C> *s)
+{
+    if (__all_sync(~0u, f[0] == 1.0f && f[1] == 1.0f)) return;
+#pragma unroll
+    for (int h = 0; h < part<C>::BLOCKS / 2; h++)
+#pragma unroll
+        for (int i = 0; i < 64; i++) s->o[h][i] *= f[i / 2 % 2];
+}
+/* This CTA's columns of the row, through `room` for them, which lies as a tile. */
+template <int C>
+static __device__ __forceinline__ void store_row(const struct attn_job &j, int32_t t, int32_t h0,
+                                                 int rank, const float (&inverse)[2],
+                                                 const struct sums<C> &s, uint8_t *room)
+{
+    constexpr int BLOCKS = part<C>::BLOCKS, LANES = BLOCKS * 8; /* of a head */
+    const int lane = threadIdx.x % 32, head0 = threadIdx.x / 32 * 16;
+    uint8_t *to = room + (head0 + lane % 16) * 128;
+#pragma unroll
+    for (int i = 0; i < BLOCKS * 4; i++) { /* sixteen columns */
+        uint32_t w[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const float *two = &s.o[i / 8][i % 8 * 8 + 2 * k];
+            w[k] = attn_bf16x2(two[0] * inverse[k % 2], two[1] * inverse[k % 2]);
+        }
+        dev_store_matrix4(to + i / 4 * KEY_BLOCK + ((i % 4 * 2 + lane / 16 ^ lane % 8) << 4), w);
+    }
+    __syncwarp();
+#pragma unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+        const int head = head0 + i * 32 / LANES + lane / LANES, piece = lane % LANES;
+        const uint4 v =
+            *(const uint4 *)(room + piece / 8 * KEY_BLOCK + head * 128 + ((piece ^ head) % 8 << 4));
+        if (h0 + head < j.H)
+            *((uint4 *)((uint16_t *)j.o + ((int64_t)t * j.H + h0 + head) * KEY_WIDTH +
+                        rank * (KEY_WIDTH / C)) +
+              piece) = v;
+    }
+}
+template <int C>
+static __device__ __forceinline__ void sum(const struct attn_job &j, int32_t t, int32_t h0,
+                                           int32_t tiles, int rank, struct shared<C> *sh)
+{
+    const int thread = threadIdx.x;
+    struct attn_chain chain[2] = {{ATTN_LEAST, 0}, {ATTN_LEAST, 0}};
+    float sink[2];
+    struct sums<C> o;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int32_t h = h0 + thread / 32 * 16 + thread % 32 / 4 + 8 * r;
+        sink[r] = h < j.H ? __ldg(j.sink + h) : 0.0f;
+    }
+    cluster_wait();
+    struct slot<C> at(0, rank);
+#pragma unroll 1
+    for (int32_t i = 0; i < tiles; i++) {
+        const int from = i % SCORERS;
+        uint32_t p[16];
+        float f[2], power[2], own[2];
+        bar_wait(&sh->made_full[from], i / SCORERS % 2);
+        if (thread == 0 && rank < C - 1) bar_expect(&sh->made_full[from], MADE_BYTES);
+        const int head = thread / 32 * 16 + thread % 32 / 4;
+        const float reference[2] = {sh->reference[from][head], sh->reference[from][head + 8]};
+#pragma unroll
+        for (int k = 0; k < MADE; k++) {
+            const uint4 v = *(const uint4 *)&sh->made[from][k][thread];
+            p[4 * k] = v.x, p[4 * k + 1] = v.y, p[4 * k + 2] = v.z, p[4 * k + 3] = v.w;
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float m = attn_raised(chain[r].m, reference[r]);
+            power[r] = attn_power(reference[r] - m);
+            f[r] = attn_power(chain[r].m - m);
+            chain[r].m = m;
+        }
+#pragma unroll
+        for (int k = 0; k < 16; k++) p[k] = attn_scaled(p[k], power[k % 2]);
+        if (i) rescale<C>(f, &o);
+        bar_wait(&sh->full[at.at], at.use % 2);
+        add<C>(at.tile(sh), p, i > 0, &o, i + SCORERS < tiles ? &sh->made_read[from] : NULL);
+        add_done<C>(&o);
+        arrive(&sh->empty[at.at]);
+        sum_weights(p, own);
+#pragma unroll
+        for (int r = 0; r < 2; r++) chain[r].sum = fmaf(chain[r].sum, f[r], own[r]);
+        at.step(1);
+    }
+    const float inverse[2] = {attn_inverse(chain[0], sink[0]), attn_inverse(chain[1], sink[1])};
+    store_row<C>(j, t, h0, rank, inverse, o, sh->q); /* scorers are done with queries */
+}
+
+template <int C>
+static __global__ void __launch_bounds__(THREADS, 1)
+    few_kernel(const __grid_constant__ struct attn_job j, int32_t groups,
+               const __grid_constant__ CUtensorMap queries)
+{
+    extern __shared__ __align__(1024) uint8_t raw[];
+    struct shared<C> *sh = (struct shared<C> *)raw;
+    const int rank = cluster_rank();
+    const int32_t item = blockIdx.x / C, t = item / groups, h0 = item % groups * HEADS;
+    if (threadIdx.x == 0) {
+        if (dev_shared(raw) % 1024) __trap(); /* swizzles count from there */
+        for (int i = 0; i < part<C>::SLOTS + part<C>::MORE; i++) {
+            bar_init(&sh->full[i], PRODUCER_WARPS);
+            bar_init(&sh->empty[i], 4);
+        }
+        bar_init(&sh->q_full, 1);
+        bar_init(&sh->found, (1 + SCORERS) * 4);
+        for (int i = 0; i < SCORERS; i++) {
+            bar_init(&sh->partial_full[i], 1);
+            bar_init(&sh->made_full[i], rank < C - 1 ? 1 : 4);
+            bar_init(&sh->partial_read[i], 4);
+            bar_init(&sh->made_read[i], 4 * C);
+            bar_expect(&sh->partial_full[i], PARTIAL * 128 * 16);
+            if (rank < C - 1) bar_expect(&sh->made_full[i], MADE_BYTES);
+        }
+        bar_init_done();
+    }
+    const int32_t seq = j.b.row_seq[t];
+    const struct cuda_seq q = j.b.seqs[seq < 0 ? 0 : seq];
+    cuda_await();
+    if (seq < 0) return; /* the whole cluster */
+    struct attn_keys ks =
+        attn_keys_at(j, t, q.pos0, q.row0, j.k.y.ratio && j.selected ? j.n_selected[t] : 0);
+    ks.q = q;
+    if (threadIdx.x == FIRST_PRODUCER) sh->keys = ks;
+    __syncthreads();
+    cluster_arrive_relaxed();
+    cuda_hurry();
+    const int32_t tiles = (ks.n + KEY_ROWS - 1) / KEY_ROWS;
+    const int group = __shfl_sync(~0u, (int)threadIdx.x / 128, 0);
+    if (threadIdx.x == 128) {
+        bar_expect(&sh->q_full, part<C>::SLOT);
+#pragma unroll 1
+        for (int b = 0; b < part<C>::BLOCKS; b++)
+            tile_load(sh->q + b * KEY_BLOCK, &queries, &sh->q_full,
+                      (rank * part<C>::BLOCKS + b) * TILE_BYTES, t * j.H + h0);
+    }
+    __syncwarp();
+    if (group <= SCORERS) { /* the second chunk's keys by scorers, the third's by the summer */
+        const int chunk = group > 0 ? 1 : 2, warp = (int)threadIdx.x / 32 - (chunk == 1 ? 4 : 0);
+#pragma unroll 1
+        for (int w = warp; w < PRODUCER_WARPS; w += chunk == 1 ? 8 : 4)
+            search<C>(j, ks, chunk, w, sh);
+        arrive(&sh->found);
+    }
+    if (group > SCORERS) {
+        set_registers_less<PRODUCER_REGISTERS>();
+        produce<C>(j, ks, tiles, rank, sh);
+        cluster_wait();
+    } else if (group > 0) {
+        set_registers_less<SCORER_REGISTERS>();
+        score<C>(j, ks.n, tiles, rank, group - 1, sh);
+    } else {
+        set_registers_more<SUMMER_REGISTERS>();
+        sum<C>(j, t, h0, tiles, rank, sh);
+    }
+    /* Whatever is sent to a CTA is waited for there: none has left before. */
 }
 
 #else
-static __global__ void few_kernel(const __grid_constant__ struct attn_job, int32_t) {}
+template <int C>
+static __global__ void few_kernel(const __grid_constant__ struct attn_job, int32_t,
+                                  const __grid_constant__ CUtensorMap)
+{
+}
 #endif
 
-void attention_few(struct kern_stream *s, const struct attn_job *j)
+template <int C>
+static void launch(struct kern_stream *s, const struct attn_job *j, int32_t groups,
+                   const CUtensorMap &queries)
 {
-    const int bytes = (int)sizeof(struct shared) + 128;
-    const int32_t groups = (int32_t)cuda_ceil(j->H, HEADS);
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = CLUSTER;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    const int bytes = (int)sizeof(struct shared<C>);
+    static_assert(sizeof(struct shared<C>) <= 227 * 1024, "shared memory of a block");
+    cudaLaunchAttribute attrs[2] = {};
+    attrs[0].id = cudaLaunchAttributeClusterDimension;
+    attrs[0].val.clusterDim.x = C;
+    attrs[0].val.clusterDim.y = attrs[0].val.clusterDim.z = 1;
+    attrs[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attrs[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t c = {};
-    c.gridDim = dim3((unsigned)(j->T * groups * CLUSTER));
+    c.gridDim = dim3((unsigned)(j->T * groups * C));
     c.blockDim = dim3(THREADS);
     c.dynamicSmemBytes = (size_t)bytes;
     c.stream = s->cu;
-    c.attrs = &cluster;
-    c.numAttrs = 1;
-    CUDA_SHARED(few_kernel, bytes);
-    cudaLaunchKernelEx(&c, few_kernel, *j, groups);
+    c.attrs = attrs;
+    c.numAttrs = cuda_early_launches ? 2 : 1;
+    CUDA_SHARED(few_kernel<C>, bytes);
+    cudaLaunchKernelEx(&c, few_kernel<C>, *j, groups, queries);
+}
+bool attention_few(struct kern_stream *s, const struct attn_job *j)
+{
+    const int32_t groups = (int32_t)cuda_ceil(j->H, HEADS);
+    CUtensorMap queries;
+    if (!cuda_tile_map(&queries, j->q, (int64_t)j->T * j->H, KEY_WIDTH * 2, KEY_WIDTH * 2, HEADS))
+        return false;
+    /* Clusters of four find their places in parts of the device, a few of which are left over. */
+    if (j->T * groups <= s->n_sm / 5)
+        launch<4>(s, j, groups, queries);
+    else
+        launch<2>(s, j, groups, queries);
+    return true;
 }

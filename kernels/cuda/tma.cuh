@@ -190,6 +190,12 @@ static __device__ __forceinline__ void cluster_arrive(void)
 {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+/* The same where nothing else that was written is to be seen by the others: it does not wait for
+ * that. */
+static __device__ __forceinline__ void cluster_arrive_relaxed(void)
+{
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
 static __device__ __forceinline__ void cluster_wait(void)
 {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");

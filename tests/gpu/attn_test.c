@@ -128,7 +128,7 @@ static void attend(struct kern_dev *dev, const struct world *w, int layer, const
 static void attention_rows(enum kern_kv_fmt kv, int layer)
 {
     /* Rows of their own, then a chunk whose window reaches back to the ring. So many rows take a
-     * CTA for 64 heads each; alone a row is spread over many. */
+     * CTA for 64 heads each; of some the width is spread over two, alone over four. */
     static const int32_t pos[] = {0,     1,      2,      3,      62,     63,         64,
                                   65,    126,    127,    128,    129,    191,        255,
                                   256,   511,    512,    639,    2047,   2048,       65535,
@@ -142,6 +142,7 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
                      .sel = malloc((size_t)T * 512 * 4),
                      .n_sel = malloc(T * 4)};
     uint16_t *want = malloc((size_t)T * H * D * 2), *alone = malloc((size_t)H * D * 2);
+    static const int some[] = {OWN, 64};
     world_open(&w, kv, KERN_IK_FP8);
     fill(r.q, (size_t)T * H * D, 1);
     fill(r.kv, (size_t)T * D, 2);
@@ -180,6 +181,14 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
             if (alone[i] != r.o[(size_t)t * H * D + i])
                 fail_msg("layer %d, row %d alone: element %d is %x, not %x", layer, t, i, alone[i],
                          r.o[(size_t)t * H * D + i]);
+    }
+    for (size_t k = 0; k < sizeof some / sizeof *some; k++) {
+        seqs[OWN].n_rows = some[k] - OWN;
+        attend(gpu, &w, layer, &r, 0, some[k], seqs, OWN + (some[k] > OWN), want);
+        for (size_t i = 0; i < (size_t)some[k] * H * D; i++)
+            if (want[i] != r.o[i])
+                fail_msg("layer %d, row %d of %d: element %d is %x, not %x", layer,
+                         (int)(i / (H * D)), some[k], (int)(i % (H * D)), want[i], r.o[i]);
     }
     free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(want), free(alone);
     world_close(&w);
