@@ -165,7 +165,10 @@ int main(int argc, char **argv)
     int rc = bench_open(&b, argc, argv);
     if (rc) return rc;
     bench_attention(&b, C4, 1, 1, 64 * K, NULL);
+    bench_attention(&b, C4, 8, 1, 64 * K, NULL);
+    bench_attention(&b, C4, 16, 1, 64 * K, NULL);
     bench_attention(&b, C4, 32, 1, 64 * K, NULL);
+    bench_attention(&b, C4, 64, 1, 64 * K, NULL);
     bench_attention(&b, C4, 128, 1, 64 * K, "<= 25 us");
     bench_attention(&b, C128, 1, 1, 64 * K, NULL);
     bench_attention(&b, C128, 32, 1, 64 * K, NULL);
