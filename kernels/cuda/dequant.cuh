@@ -78,14 +78,23 @@ static __device__ __forceinline__ uint32_t dev_e4m3x4_nan(uint32_t codes)
     return ((codes & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u;
 }
 
+/* Bits of a where `which` has ones, else of b. */
+static __device__ __forceinline__ uint32_t dev_select(uint32_t a, uint32_t b, uint32_t which)
+{
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(r) : "r"(a), "r"(b), "r"(which));
+    return r;
+}
+
 /* A placed word of fp8: p[0] = elements k, k+1, p[1] = k+2, k+3. */
 static __device__ __forceinline__ void dev_e4m3x4(uint32_t v, uint32_t p[2])
 {
     /* Sign and the other seven bits in bf16's places: the value times 2^-120. */
-    p[0] = (v << 8 & 0x80008000u) | (v << 4 & 0x07f007f0u);
-    p[1] = (v & 0x80008000u) | (v >> 4 & 0x07f007f0u);
-    p[0] = dev_mul_bf16x2(p[0], 0x7b807b80u); /* 2^120 */
-    p[1] = dev_mul_bf16x2(p[1], 0x7b807b80u);
+    const uint32_t value = 0x07f007f0u;
+    uint32_t signs; /* told so, the compiler would mask them again where they are shifted */
+    asm("and.b32 %0, %1, 0x80808080;" : "=r"(signs) : "r"(v));
+    p[0] = dev_mul_bf16x2(dev_select(v << 4, signs << 8, value), 0x7b807b80u); /* 2^120 */
+    p[1] = dev_mul_bf16x2(dev_select(v >> 4, signs, value), 0x7b807b80u);
 }
 
 /* A placed word of 4-bit codes: p[j] = elements k+2j, k+2j+1, times factor (both halves: a scale
