@@ -5,12 +5,32 @@
  * double.
  */
 #include "kernels/cuda/quant.cuh"
+#include "kernels/cuda/row.cuh"
 
 enum { WARPS = 8, SPAN = 128 };
 
+/* Of many rows the last come first: those were made last and may be near, and a product begins with
+ * the first, which so are. */
+static __device__ __forceinline__ uint32_t last_first(void)
+{
+    return gridDim.x - 1 - blockIdx.x;
+}
+
+/* Elements k .. k+3 of the row that begins at `row` of `out`, in the order of slots. */
+static __device__ __forceinline__ void put_slots(void *out, int64_t row, int32_t k,
+                                                 const float v[4])
+{
+    const uint2 u = dev_pack4(v);
+    uint16_t *group = (uint16_t *)out + row + k / 64 * 64;
+    group += k % 16 / 4 * 16 + k % 64 / 16 * 2;
+    *(uint32_t *)group = u.x;
+    *(uint32_t *)(group + 8) = u.y;
+}
+
 static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, uint32_t spans)
 {
-    cudaTriggerProgrammaticLaunchCompletion(); /* a product may begin to read its weights */
+    cuda_hurry(); /* a product may begin to read its weights */
+    cuda_await();
     const int lane = threadIdx.x % 32;
     const uint32_t part = blockIdx.x * WARPS + threadIdx.x / 32; /* (t, group, span) */
     const uint32_t row_of_out = part / spans;
@@ -23,28 +43,29 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, uint32_t
     if (row < 0) return;
     float v[4];
     dev_load4(q.x, q.x_dtype, row * q.ld_x + (int64_t)g * q.K + k, k, q.K, by_fours, v);
+    if (q.plain && k < q.Kp) put_slots(q.plain, tg * q.Kp, k, v);
     if (q.aq == KERN_AQ_A128) dev_quant4_a128(v);
     if (q.aq == KERN_AQ_NVFP4)
         dev_quant4_nvfp4(v, q.input_scales ? q.input_scales[t] : q.input_scale, q.wide);
     if (k >= q.Kp) return;
     const int64_t to = tg * q.Kp + k; /* Kp is a multiple of 8, k of 4 */
-    if (q.slots) {
-        const uint2 u = dev_pack4(v);
-        uint16_t *group = (uint16_t *)q.out + tg * q.Kp + k / 64 * 64;
-        group += k % 16 / 4 * 16 + k % 64 / 16 * 2;
-        *(uint32_t *)group = u.x;
-        *(uint32_t *)(group + 8) = u.y;
-    } else if (q.wide)
+    if (q.slots)
+        put_slots(q.out, tg * q.Kp, k, v);
+    else if (q.wide)
         *(float4 *)((float *)q.out + to) = make_float4(v[0], v[1], v[2], v[3]);
     else
         *(uint2 *)((uint16_t *)q.out + to) = dev_pack4(v);
 }
 
-/* bf16 rows that only change the order of k: a warp has BATCH groups of 64, one word a lane. */
-template <int BATCH> static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
+/* bf16 rows that only change the order of k, or are rotated too: a warp has BATCH groups of 64, one
+ * word a lane. */
+template <int BATCH, bool TURNED>
+static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
 {
-    cudaTriggerProgrammaticLaunchCompletion();
-    const uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * BATCH;
+    cuda_hurry();
+    cuda_await();
+    const uint32_t lane = threadIdx.x % 32,
+                   first = (last_first() * WARPS + threadIdx.x / 32) * BATCH;
     /* Word `lane` of a group: of instruction lane / 8, slots 2 c and 2 c + 8 of thread
      * c = lane % 4. */
     const uint32_t from = lane % 4 * 8 + lane / 8 * 2 + lane / 4 % 2;
@@ -52,7 +73,8 @@ template <int BATCH> static __global__ void slots_kernel(struct cuda_quant q, ui
     uint32_t at = first % per_row, t = row, g = 0;
     if (q.groups > 1) t = row / q.groups, g = row % q.groups;
     uint32_t word[BATCH];
-    bool there[BATCH];
+    float2 turn[BATCH];
+    bool there[BATCH], turned[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
         const int32_t k = at * 64 + from * 2, of = q.rows && t < (uint32_t)q.T ? q.rows[t] : t;
@@ -61,20 +83,39 @@ template <int BATCH> static __global__ void slots_kernel(struct cuda_quant q, ui
         if (there[i] && k < q.K)
             word[i] =
                 *(const uint32_t *)((const uint16_t *)q.x + of * q.ld_x + (int64_t)g * q.K + k);
+        turned[i] = false;
+        if (TURNED) { /* a group lies in the end of a head or before it */
+            const uint32_t part = at % (q.rotation.d / 64),
+                           ends = (q.rotation.d - q.rotation.rd) / 64;
+            turned[i] = there[i] && part >= ends;
+            if (turned[i]) {
+                const int64_t pair = (int64_t)t * (q.rotation.rd / 2) + (part - ends) * 32 + from;
+                turn[i] = make_float2(q.rotation.cos[pair], q.rotation.sign * q.rotation.sin[pair]);
+            }
+        }
         if (++at < per_row) continue;
         at = 0;
         if (++g == (uint32_t)q.groups) g = 0, t++;
     }
 #pragma unroll
-    for (int i = 0; i < BATCH; i++)
-        if (there[i]) ((uint32_t *)q.out)[(int64_t)(first + i) * 32 + lane] = word[i];
+    for (int i = 0; i < BATCH; i++) {
+        if (!there[i]) continue;
+        if (turned[i]) {
+            float v[2] = {kern_float(word[i] << 16), kern_float(word[i] & 0xffff0000u)};
+            dev_rotate2(&v[0], &v[1], turn[i].x, turn[i].y);
+            const __nv_bfloat162 two = __floats2bfloat162_rn(v[0], v[1]);
+            memcpy(&word[i], &two, 4);
+        }
+        ((uint32_t *)q.out)[(int64_t)(first + i) * 32 + lane] = word[i];
+    }
 }
 
 /* A warp has BATCH blocks, all loaded before the first is quantized. */
 template <int BATCH>
 static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, uint32_t spans)
 {
-    cudaTriggerProgrammaticLaunchCompletion();
+    cuda_hurry();
+    cuda_await();
     const uint32_t lane = threadIdx.x % 32, first = (blockIdx.x * WARPS + threadIdx.x / 32) * BATCH;
     const uint32_t row = first / spans; /* of (t, group) */
     uint32_t span = first % spans, t = row, g = 0;
@@ -113,8 +154,9 @@ template <int STEPS>
 static __global__ void __launch_bounds__(32 * WARPS)
     whole_codes_kernel(struct cuda_codes q, uint32_t spans, int log_warps)
 {
-    cudaTriggerProgrammaticLaunchCompletion();
-    const uint32_t lane = threadIdx.x % 32, me = blockIdx.x * WARPS + threadIdx.x / 32;
+    cuda_hurry();
+    cuda_await();
+    const uint32_t lane = threadIdx.x % 32, me = last_first() * WARPS + threadIdx.x / 32;
     const uint32_t row = me >> log_warps; /* of (t, group) */
     const uint32_t first = (me & ((1u << log_warps) - 1)) * (4 * STEPS) + lane / 8;
     uint32_t t = row, g = 0;
@@ -159,9 +201,10 @@ static bool launch_whole(struct kern_stream *s, const struct cuda_codes *q)
     while ((uint32_t)(4 * steps) << log_warps < spans) log_warps++;
     const unsigned blocks = (unsigned)cuda_ceil(rows << log_warps, WARPS);
     if (steps == STEPS)
-        whole_codes_kernel<STEPS><<<blocks, 32 * WARPS, 0, s->cu>>>(*q, spans, log_warps);
+        cuda_launch_early(s, whole_codes_kernel<STEPS>, blocks, 32 * WARPS, 0, *q, spans,
+                          log_warps);
     else
-        whole_codes_kernel<1><<<blocks, 32 * WARPS, 0, s->cu>>>(*q, spans, log_warps);
+        cuda_launch_early(s, whole_codes_kernel<1>, blocks, 32 * WARPS, 0, *q, spans, log_warps);
     return true;
 }
 
@@ -173,26 +216,38 @@ void cuda_quant_codes(struct kern_stream *s, const struct cuda_codes *q)
     /* Their codes fit memory, so a word holds it. */
     const int64_t all = (int64_t)q->T * q->groups * spans;
     if (all > (int64_t)64 * WARPS * s->n_sm)
-        codes_kernel<4>
-            <<<(unsigned)cuda_ceil(all, 4 * WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
+        cuda_launch_early(s, codes_kernel<4>, (unsigned)cuda_ceil(all, 4 * WARPS), 32 * WARPS, 0,
+                          *q, by_fours, spans);
     else
-        codes_kernel<1>
-            <<<(unsigned)cuda_ceil(all, WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
+        cuda_launch_early(s, codes_kernel<1>, (unsigned)cuda_ceil(all, WARPS), 32 * WARPS, 0, *q,
+                          by_fours, spans);
+}
+
+/* What slots_kernel takes. */
+static bool only_slots(const struct cuda_quant *q)
+{
+    return q->slots && q->aq == KERN_AQ_NONE && q->x_dtype == KERN_BF16 &&
+           (uintptr_t)q->x % 4 == 0 && q->ld_x % 2 == 0 && q->K % 2 == 0;
+}
+bool cuda_rotates_on_the_way(const struct cuda_quant *q, const struct kern_heads_rope *r)
+{
+    return only_slots(q) && !q->rows && r->d % 64 == 0 && r->rd % 64 == 0 && q->K % r->d == 0;
 }
 
 void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q)
 {
     if (q->T == 0) return;
     const bool by_fours = cuda_by_fours(q->x, q->x_dtype, q->ld_x, q->K, q->groups);
-    if (q->slots && q->aq == KERN_AQ_NONE && q->x_dtype == KERN_BF16 && (uintptr_t)q->x % 4 == 0 &&
-        q->ld_x % 2 == 0 && q->K % 2 == 0) {
+    if (only_slots(q)) {
         enum { BATCH = 8 };
         const int64_t all = (int64_t)q->T * q->groups * (q->Kp / 64);
-        slots_kernel<BATCH><<<(unsigned)cuda_ceil(all, BATCH * WARPS), 32 * WARPS, 0, s->cu>>>(
-            *q, (uint32_t)q->Kp / 64);
+        cuda_launch_early(
+            s, q->rotation.cos ? slots_kernel<BATCH, true> : slots_kernel<BATCH, false>,
+            (unsigned)cuda_ceil(all, BATCH * WARPS), 32 * WARPS, 0, *q, (uint32_t)q->Kp / 64);
         return;
     }
     const uint32_t spans = (uint32_t)cuda_ceil(q->Kp, SPAN);
     const int64_t warps = (int64_t)q->T * q->groups * spans;
-    quant_kernel<<<(unsigned)cuda_ceil(warps, WARPS), 32 * WARPS, 0, s->cu>>>(*q, by_fours, spans);
+    cuda_launch_early(s, quant_kernel, (unsigned)cuda_ceil(warps, WARPS), 32 * WARPS, 0, *q,
+                      by_fours, spans);
 }
