@@ -205,6 +205,12 @@ static __device__ __forceinline__ void cluster_meet(void)
     cluster_arrive();
     cluster_wait();
 }
+/* The same where nobody reads what others wrote before (but barriers, after bar_init_done()). */
+static __device__ __forceinline__ void cluster_meet_relaxed(void)
+{
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+    cluster_wait();
+}
 
 #endif /* sm_90a */
 #endif

@@ -1,7 +1,7 @@
 /* kernels/gemm/linear_cuda.cu - y = quant(x) . Wt on the device.
  *
  * bf16 rows go to the matrix unit: quantized, padded rows are made first where x is not fit to be
- * read as it is. What has f32 factors (exact mode; weights that are rounded after scaling) takes a
+ * read as it is, once for all products of an op. What has f32 factors (exact mode; weights that are rounded after scaling) takes a
  * plain kernel: one warp per weight row and eight rows of x, lanes along k.
  */
 #include "kernels/cuda/quant.cuh"
@@ -98,49 +98,6 @@ static int linear_plain(struct kern_stream *s, const struct kern_linear *p)
     return cuda_done(s, "linear");
 }
 
-/* Products of codes. */
-static int linear_codes(struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
-{
-    const bool few_tiles = cuda_codes_narrow_fits(s, c);
-    c->Kx = cuda_code_width(p->K);
-    if (!few_tiles || !cuda_codes_own(c)) {
-        const size_t bytes = (size_t)p->T * p->groups * (size_t)c->Kx;
-        c->ld_scales = cuda_ceil(p->T, CUDA_CODES_T) * CUDA_CODES_T;
-        const size_t scale_bytes = (size_t)c->ld_scales * p->groups * (c->Kx / BLOCK_K) * 4;
-        uint8_t *rows = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, bytes + scale_bytes);
-        if (!rows) return cuda_done(s, "linear");
-        float *scales = (float *)(rows + bytes);
-        const struct cuda_codes q = {p->x, p->x_dtype, p->ld_x, p->T,   p->groups,
-                                     p->K, NULL,       rows,    scales, c->ld_scales};
-        cuda_quant_codes(s, &q);
-        c->codes = rows;
-        c->x_scales = scales;
-    }
-    const bool described = few_tiles                          ? cuda_product_codes_narrow(s, c)
-                           : cuda_narrow_fits(s, p->w.fmt, c) ? cuda_product_narrow(s, p->w.fmt, c)
-                                                              : cuda_product_codes(s, c);
-    const int rc = cuda_done(s, "linear");
-    return described ? rc : TOW_EDEVICE;
-}
-
-/* Products by wgmma, of the bf16 kind. */
-static int linear_wgmma(struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
-{
-    const int32_t Kx = cuda_code_width(p->K);
-    void *rows = cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kx * 2);
-    if (!rows) return cuda_done(s, "linear");
-    const struct cuda_quant q = {
-        p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
-        NULL, NULL,       rows,    Kx,   false,     true};
-    cuda_quant_rows(s, &q);
-    c->Kx = Kx;
-    c->x = (const uint16_t *)rows;
-    const bool described = cuda_narrow_fits(s, p->w.fmt, c) ? cuda_product_narrow(s, p->w.fmt, c)
-                                                            : cuda_product_wide(s, c);
-    const int rc = cuda_done(s, "linear");
-    return described ? rc : TOW_EDEVICE;
-}
-
 /* Fewer, and the bf16 kind is faster by few_cuda.cu. */
 static bool enough_tiles(const struct kern_stream *s, const struct cuda_product *p)
 {
@@ -196,117 +153,313 @@ static bool is_plain(const struct kern_linear *p)
     return p->x_dtype != KERN_BF16 || (p->round_w && weight_rounds(&p->w));
 }
 
-/* Its rows in scratch, aligned, padded and quantized; NULL: no memory. */
-static uint16_t *quantized(struct kern_stream *s, const struct kern_linear *p)
-{
-    const int32_t Kp = cuda_row_width(p->K);
-    uint16_t *rows =
-        (uint16_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)p->T * p->groups * (size_t)Kp * 2);
-    if (!rows) return NULL;
-    const struct cuda_quant q = {
-        p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, p->aq, p->w.input_scale,
-        NULL, NULL,       rows,    Kp,   false,     false};
-    cuda_quant_rows(s, &q);
-    return rows;
-}
-static void reads(struct cuda_product *c, const uint16_t *rows)
-{
-    const int32_t Kp = cuda_row_width(c->K);
-    c->x = rows;
-    c->ld_x = (int64_t)c->groups * Kp;
-    c->x_group = c->Kx = Kp;
-}
+/* ------------------------------------------------------------------ one product */
 
-extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
+enum way { PLAIN, CODES, TURNS, WGMMA, FEW };
+/* By which kernels a product goes; those of bf16 rows and of codes are told by *c. */
+static enum way way_of(const struct kern_stream *s, const struct kern_linear *p,
+                       struct cuda_product *c)
 {
-    if (p->T == 0) return 0;
-    const struct kern_weight *w = &p->w;
-    if (!scales_fit(w)) return TOW_EINVAL;
-    if (is_plain(p)) return linear_plain(s, p);
-
-    struct cuda_product c = product_of(p);
-    const bool fit = is_readable(p);
-    if (cuda_codes_fits(s, w->fmt, &c)) return linear_codes(s, p, &c);
-    if (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, &c) &&
-        (cuda_narrow_fits(s, w->fmt, &c) || cuda_wide_fits(s, w->fmt, &c)))
-        return linear_wgmma(s, p, &c);
-    const bool four_bits = w->fmt == KERN_W_MXFP4 || w->fmt == KERN_W_NVFP4;
-    /* Rows that can be read as they are need no copy in shared memory. */
-    c.own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !fit) && p->T <= 8 &&
-            (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
-    c.after_quant = !c.own && (p->aq != KERN_AQ_NONE || !fit);
-    if (c.after_quant) {
-        uint16_t *rows = quantized(s, p);
-        if (!rows) return cuda_done(s, "linear");
-        reads(&c, rows);
+    if (is_plain(p)) return PLAIN;
+    const enum kern_wfmt fmt = p->w.fmt;
+    *c = product_of(p);
+    if (cuda_codes_fits(s, fmt, c)) return CODES;
+    if (cuda_wide_products && cuda_turns_takes(s, fmt, c)) {
+        const struct cuda_set one = {.p = {*c}, .fmt = {fmt}, .n = 1};
+        if (cuda_turns_fits(s, &one)) return TURNS;
     }
-    if (cuda_few_fits(s, w->fmt, &c))
-        cuda_product_few(s, w->fmt, &c);
-    else
-        cuda_product_many(s, w->fmt, &c);
-    return cuda_done(s, "linear");
+    if (cuda_wide_products && p->T > CUDA_FEW_T && enough_tiles(s, c) &&
+        (cuda_narrow_fits(s, fmt, c) || cuda_wide_fits(s, fmt, c)))
+        return WGMMA;
+    const bool four_bits = fmt == KERN_W_MXFP4 || fmt == KERN_W_NVFP4;
+    /* Rows that can be read as they are need no copy in shared memory. */
+    c->own = !four_bits && p->aq != KERN_AQ_NVFP4 && (p->aq != KERN_AQ_NONE || !is_readable(p)) &&
+             p->T <= 8 && (int64_t)p->T * p->K <= CUDA_OWN_ELEMENTS;
+    return FEW;
 }
 
+/* What rows of x become before products: nothing, aligned and padded bf16, the same in the order of
+ * slots, codes. All but the last are quantized if aq says so. */
+enum form { AS_THEY_ARE, ROWS, SLOTS, CODE_ROWS };
+static enum form form_of(const struct kern_stream *s, const struct kern_linear *p, enum way way,
+                         const struct cuda_product *c)
+{
+    switch (way) {
+    case CODES: return cuda_codes_narrow_fits(s, c) && cuda_codes_own(c) ? AS_THEY_ARE : CODE_ROWS;
+    case TURNS:
+    case WGMMA: return SLOTS;
+    case FEW: return !c->own && (p->aq != KERN_AQ_NONE || !is_readable(p)) ? ROWS : AS_THEY_ARE;
+    default: return AS_THEY_ARE;
+    }
+}
+
+/* Rows that products of one op need, each kind once, in scratch. */
+enum { MOST = CUDA_SET_MOST };
+struct rows {
+    const struct kern_linear *of; /* the first product that needs them */
+    enum form form;
+    size_t at;
+    bool made;
+};
+struct all_rows {
+    struct rows each[MOST];
+    int n, of[MOST]; /* which each product needs, or none: -1 */
+    size_t bytes;
+    uint8_t *base;
+    struct cuda_rotation rotation; /* on the way to them, or cos is NULL */
+};
+
+static int64_t scales_ld(const struct kern_linear *p)
+{
+    return cuda_ceil(p->T, CUDA_CODES_T) * CUDA_CODES_T;
+}
+static size_t code_bytes(const struct kern_linear *p)
+{
+    return (size_t)p->T * p->groups * (size_t)cuda_code_width(p->K);
+}
+static size_t bytes_of(const struct kern_linear *p, enum form form)
+{
+    if (form == CODE_ROWS)
+        return code_bytes(p) +
+               (size_t)(scales_ld(p) * p->groups * (cuda_code_width(p->K) / BLOCK_K)) * 4;
+    const int32_t width = form == SLOTS ? cuda_code_width(p->K) : cuda_row_width(p->K);
+    return (size_t)p->T * p->groups * (size_t)width * 2;
+}
+
+/* p[i] needs rows in this form. */
+static void need(struct all_rows *a, const struct kern_linear *p, int i, enum form form)
+{
+    a->of[i] = -1;
+    if (form == AS_THEY_ARE) return;
+    for (int k = 0; k < a->n && p[i].aq != KERN_AQ_NVFP4 /* its scale is the weight's */; k++) {
+        const struct kern_linear *o = a->each[k].of;
+        if (a->each[k].form == form && o->aq == p[i].aq && o->K == p[i].K) a->of[i] = k;
+    }
+    if (a->of[i] >= 0) return;
+    a->of[i] = a->n;
+    a->each[a->n++] = (struct rows){&p[i], form, a->bytes, false};
+    a->bytes += (bytes_of(&p[i], form) + 255) / 256 * 256;
+}
+
+static struct cuda_quant quant_of(const struct kern_linear *p, enum form form)
+{
+    struct cuda_quant q = {.x = p->x,
+                           .x_dtype = p->x_dtype,
+                           .ld_x = p->ld_x,
+                           .T = p->T,
+                           .groups = p->groups,
+                           .K = p->K,
+                           .aq = p->aq,
+                           .input_scale = p->w.input_scale};
+    q.slots = form == SLOTS;
+    q.Kp = q.slots ? cuda_code_width(p->K) : cuda_row_width(p->K);
+    return q;
+}
+/* Can all rows that products need be rotated on the way? */
+static bool rotates_on_the_way(const struct all_rows *a, int n, const struct kern_heads_rope *r)
+{
+    for (int i = 0; i < n; i++)
+        if (a->of[i] < 0) return false;
+    for (int i = 0; i < a->n; i++) {
+        const struct cuda_quant q = quant_of(a->each[i].of, a->each[i].form);
+        if (!cuda_rotates_on_the_way(&q, r)) return false;
+    }
+    return true;
+}
+
+/* Enqueues that these rows are made, if they were not; those in slots at once with the same rows
+ * not quantized, where these are needed too. */
+static void make(struct kern_stream *s, struct all_rows *a, int i)
+{
+    struct rows *r = &a->each[i];
+    const struct kern_linear *p = r->of;
+    uint8_t *to = a->base + r->at;
+    if (r->made) return;
+    r->made = true;
+    if (r->form == CODE_ROWS) {
+        const struct cuda_codes q = {p->x,        p->x_dtype, p->ld_x,
+                                     p->T,        p->groups,  p->K,
+                                     NULL,        to,         (float *)(to + code_bytes(p)),
+                                     scales_ld(p)};
+        cuda_quant_codes(s, &q);
+        return;
+    }
+    struct cuda_quant q = quant_of(p, r->form);
+    q.out = to;
+    q.rotation = a->rotation;
+    for (int k = 0; k < a->n && q.slots && p->aq == KERN_AQ_A128; k++) {
+        struct rows *o = &a->each[k];
+        if (o->made || o->form != SLOTS || o->of->aq != KERN_AQ_NONE || o->of->K != p->K) continue;
+        q.plain = a->base + o->at;
+        o->made = true;
+    }
+    cuda_quant_rows(s, &q);
+}
+
+/* A product reads rows i. */
+static void reads(struct cuda_product *c, const struct all_rows *a, int i)
+{
+    if (i < 0) return;
+    const struct rows *r = &a->each[i];
+    uint8_t *rows = a->base + r->at;
+    c->Kx = r->form == ROWS ? cuda_row_width(c->K) : cuda_code_width(c->K);
+    if (r->form == CODE_ROWS) {
+        c->codes = rows;
+        c->x_scales = (float *)(rows + code_bytes(r->of));
+        c->ld_scales = scales_ld(r->of);
+        return;
+    }
+    c->x = (const uint16_t *)rows;
+    c->ld_x = (int64_t)c->groups * c->Kx;
+    c->x_group = c->Kx;
+    c->after_quant = r->form == ROWS;
+}
+
+static int multiply(struct kern_stream *s, const struct kern_linear *p, enum way way,
+                    struct cuda_product *c)
+{
+    const enum kern_wfmt fmt = p->w.fmt;
+    const struct cuda_set one = {.p = {*c}, .fmt = {fmt}, .n = 1};
+    bool described = true;
+    switch (way) {
+    case PLAIN: return linear_plain(s, p);
+    case CODES:
+        c->Kx = cuda_code_width(p->K);
+        described = cuda_codes_narrow_fits(s, c)  ? cuda_product_codes_narrow(s, c)
+                    : cuda_narrow_fits(s, fmt, c) ? cuda_product_narrow(s, fmt, c)
+                                                  : cuda_product_codes(s, c);
+        break;
+    case TURNS: described = cuda_product_turns(s, &one); break;
+    case WGMMA:
+        described =
+            cuda_narrow_fits(s, fmt, c) ? cuda_product_narrow(s, fmt, c) : cuda_product_wide(s, c);
+        break;
+    case FEW:
+        if (cuda_few_fits(s, fmt, c))
+            cuda_product_few(s, fmt, c);
+        else
+            cuda_product_many(s, fmt, c);
+    }
+    const int rc = cuda_done(s, "linear");
+    return described ? rc : TOW_EDEVICE;
+}
+
+/* ------------------------------------------------------------------ products of the same rows */
+
+static bool is_few(const struct kern_linear *p)
+{
+    return p->T <= CUDA_FEW_T;
+}
+/* Norms and rotations before more rows are launches of their own. */
 static bool is_own(const struct kern_linear *p)
 {
-    return (int64_t)p->T * p->K <= CUDA_SET_ELEMENTS;
+    return is_few(p) && (int64_t)p->T * p->K <= CUDA_SET_ELEMENTS;
 }
 /* Can it be one of several in a launch? As told by *c then. */
 static bool joins(const struct kern_stream *s, const struct kern_linear *p, struct cuda_product *c)
 {
-    if (!scales_fit(&p->w) || is_plain(p)) return false;
-    if (!is_own(p) && p->aq == KERN_AQ_NONE && !is_readable(p)) return false;
+    if (is_plain(p)) return false;
+    if (is_few(p) && !is_own(p) && p->aq == KERN_AQ_NONE && !is_readable(p)) return false;
     *c = product_of(p);
-    return !cuda_codes_fits(s, p->w.fmt, c) && cuda_set_takes(p->w.fmt, c);
-}
-/* Those of p that can. */
-static void set_of(const struct kern_stream *s, const struct kern_linears *p, struct cuda_set *a)
-{
-    struct cuda_product c;
-    a->n = 0;
-    for (int32_t i = 0; i < p->n && a->n < CUDA_SET_MOST; i++)
-        if (joins(s, &p->each[i], &c)) {
-            a->p[a->n] = c;
-            a->fmt[a->n++] = p->each[i].w.fmt;
-        }
-    const bool on_the_way = a->n == p->n && is_own(p->each);
-    a->own = is_own(p->each);
-    a->norm = on_the_way ? p->norm : NULL;
-    a->rope = on_the_way ? p->rope : NULL;
+    if (cuda_codes_fits(s, p->w.fmt, c)) return false;
+    return is_few(p) ? cuda_set_takes(p->w.fmt, c)
+                     : cuda_wide_products && cuda_turns_takes(s, p->w.fmt, c);
 }
 
-static int multiply_set(struct kern_stream *s, const struct kern_linears *p, struct cuda_set *a)
+/* Up to MOST products: those that can in one launch, the others one by one. */
+static int multiply_some(struct kern_stream *s, const struct kern_linears *p)
 {
-    const uint16_t *rows = NULL;
-    struct cuda_product c;
-    for (int32_t i = 0, k = 0; i < p->n && k < a->n && !a->own; i++) {
-        if (!joins(s, &p->each[i], &c)) continue;
-        if (p->each[i].aq == KERN_AQ_A128) {
-            if (!rows) rows = quantized(s, &p->each[i]);
-            if (!rows) return cuda_done(s, "linears");
-            reads(&a->p[k], rows);
-        }
-        k++;
+    struct cuda_set a = {.n = 0};
+    struct cuda_product c[MOST];
+    enum way way[MOST];
+    struct all_rows rows = {.n = 0};
+    bool in_set[MOST];
+    int rc = 0;
+    for (int32_t i = 0; i < p->n; i++) {
+        in_set[i] = p->n > 1 || is_few(p->each) ? joins(s, &p->each[i], &c[i]) : false;
+        if (!in_set[i]) continue;
+        a.p[a.n] = c[i];
+        a.fmt[a.n++] = p->each[i].w.fmt;
     }
-    cuda_product_set(s, a);
-    return cuda_done(s, "linears");
+    const bool on_the_way = a.n == p->n && is_own(p->each);
+    a.own = is_own(p->each);
+    a.norm = on_the_way ? p->norm : NULL;
+    a.rope = on_the_way ? p->rope : NULL;
+    const bool together = a.n > 0 && (is_few(p->each) ? cuda_set_fits(&a) : cuda_turns_fits(s, &a));
+    for (int32_t i = 0; i < p->n; i++) {
+        enum form form;
+        in_set[i] = in_set[i] && together;
+        if (in_set[i]) {
+            form = !is_few(p->each)                          ? SLOTS
+                   : !a.own && p->each[i].aq == KERN_AQ_A128 ? ROWS
+                                                             : AS_THEY_ARE;
+        } else {
+            way[i] = way_of(s, &p->each[i], &c[i]);
+            form = form_of(s, &p->each[i], way[i], &c[i]);
+        }
+        need(&rows, p->each, i, form);
+    }
+    if (p->norm && !(together && a.norm)) rc = kern_rmsnorm_cuda(s, p->norm);
+    if (p->rope && rotates_on_the_way(&rows, p->n, p->rope))
+        rows.rotation = (struct cuda_rotation){p->rope->cos, p->rope->sin, p->rope->d, p->rope->rd,
+                                               p->rope->inverse ? -1.0f : 1.0f};
+    else if (p->rope && !(together && a.rope))
+        rc = kern_heads_rope_cuda(s, p->rope);
+    if (rc < 0) return rc;
+    if (rows.n > 0) {
+        rows.base = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, rows.bytes);
+        if (!rows.base) return cuda_done(s, "linears");
+    }
+    for (int32_t i = 0, k = 0; together && i < p->n; i++) {
+        if (!in_set[i]) continue;
+        if (rows.of[i] >= 0) make(s, &rows, rows.of[i]);
+        reads(&a.p[k++], &rows, rows.of[i]);
+    }
+    bool described = true;
+    if (together && is_few(p->each))
+        cuda_product_set(s, &a);
+    else if (together)
+        described = cuda_product_turns(s, &a);
+    rc = described ? cuda_done(s, "linears") : TOW_EDEVICE;
+    for (int plain = 0; plain < 2; plain++) /* those last: they use the same scratch */
+        for (int32_t i = 0; i < p->n && rc == 0; i++) {
+            if (in_set[i] || (way[i] == PLAIN) != plain) continue;
+            if (rows.of[i] >= 0) make(s, &rows, rows.of[i]);
+            reads(&c[i], &rows, rows.of[i]);
+            rc = multiply(s, &p->each[i], way[i], &c[i]);
+        }
+    return rc;
 }
 
 extern "C" int kern_linears_cuda(struct kern_stream *s, const struct kern_linears *p)
 {
-    struct cuda_set a;
-    struct cuda_product c;
-    int rc = 0;
     if (p->n == 0 || p->each[0].T == 0) return 0;
-    set_of(s, p, &a);
-    const bool together = a.n > 0 && cuda_set_fits(&a);
-    if (p->norm && !(together && a.norm)) rc = kern_rmsnorm_cuda(s, p->norm);
-    if (p->rope && !(together && a.rope)) rc = kern_heads_rope_cuda(s, p->rope);
-    if (rc == 0 && together) rc = multiply_set(s, p, &a);
-    for (int32_t i = 0, joined = 0; i < p->n && rc == 0; i++)
-        if (together && joined < a.n && joins(s, &p->each[i], &c))
-            joined++;
-        else
-            rc = kern_linear_cuda(s, &p->each[i]);
+    for (int32_t i = 0; i < p->n; i++)
+        if (!scales_fit(&p->each[i].w)) return TOW_EINVAL;
+    struct kern_linears some = *p;
+    int rc = 0;
+    for (int32_t i = 0; i < p->n && rc == 0; i += MOST) {
+        some.each = p->each + i;
+        some.n = p->n - i < MOST ? p->n - i : (int32_t)MOST;
+        rc = multiply_some(s, &some);
+        some.norm = NULL, some.rope = NULL;
+    }
     return rc;
+}
+
+extern "C" int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p)
+{
+    struct cuda_product c;
+    struct all_rows rows = {.n = 0};
+    if (p->T == 0) return 0;
+    if (!scales_fit(&p->w)) return TOW_EINVAL;
+    const enum way way = way_of(s, p, &c);
+    need(&rows, p, 0, form_of(s, p, way, &c));
+    if (rows.n > 0) {
+        rows.base = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, rows.bytes);
+        if (!rows.base) return cuda_done(s, "linear");
+        make(s, &rows, 0);
+    }
+    reads(&c, &rows, rows.of[0]);
+    return multiply(s, p, way, &c);
 }

@@ -69,6 +69,12 @@ bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_set_fits(const struct cuda_set *a);
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
 
+/* The same for 9 to 128 rows. Each product has its rows as those by wgmma below have them. */
+bool cuda_turns_takes(const struct kern_stream *s, enum kern_wfmt fmt,
+                      const struct cuda_product *p);
+bool cuda_turns_fits(const struct kern_stream *s, const struct cuda_set *a);
+bool cuda_product_turns(struct kern_stream *s, const struct cuda_set *a);
+
 /* By wgmma, on sm_90a. Kx is whole blocks of 128 k, x is tight and aligned, and with k in the order
  * of slots. False: the driver refused to describe the operands.
  * Products of codes (x as codes, cuda_fp8_products): a block of 128 k is four instructions of 32 k,
