@@ -3,8 +3,8 @@
  *
  * Here rows of x are on the M side of the matrix unit, 64 to a warpgroup whether they are there or
  * not, and weight rows are columns: so a tile may have as few weight rows as it takes to give every
- * multiprocessor one (wo_b: 128 tiles of 32). One thread keeps a ring of blocks of 128 k filled by
- * the copy engine and begins with weights, before there are rows of x. A warpgroup has the sums of
+ * multiprocessor one (wo_b: 128 tiles of 32). Two threads keep a ring of blocks of 128 k filled by
+ * the copy engine and begin with weights, before there are rows of x. A warpgroup has the sums of
  * several blocks of k under way, each in registers of its own, and adds them to its totals in their
  * order.
  * A row or two of x: every block of threads quantizes them for itself, into shared memory and while
@@ -28,14 +28,15 @@ enum {
     MOST_SCALES = 1024,    /* of weights, that a block of threads has */
     OWN_ELEMENTS = 16384,  /* of x, that it quantizes */
     UNDER_WAY = 64 * 1024, /* bytes, that keep memory busy */
+    FILLERS = 2,           /* warps of which a thread fills: one alone would take too long */
 };
 
 /* T rows of x, R weight rows of a tile. OWN: x stays in shared memory. */
 template <int T, int R, bool OWN> struct tile {
     enum {
         MATH = T > 64 ? 8 : 4,  /* warps that multiply */
-        WARPS = T > 64 ? 8 : 7, /* that quantize; one more, of which one thread fills */
-        THREADS = 32 * WARPS + 32,
+        WARPS = T > 64 ? 8 : 6, /* that quantize */
+        THREADS = 32 * (WARPS + FILLERS),
         X_BYTES = T * BLOCK_K, /* of a block of k */
         W_BYTES = R * BLOCK_K,
         STAGE = W_BYTES + (OWN ? 0 : X_BYTES), /* x first */
@@ -69,14 +70,15 @@ struct share {
 
 enum part { WEIGHTS, ROWS, REST };
 /* The ring: weights of the first round, before there is x; rows of the first round; then all
- * else. */
+ * else. Fillers take turns. */
 template <int T, int R, bool OWN>
 static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensorMap &w,
                                             const struct cuda_product &p, const struct share &m,
                                             enum part part)
 {
     using C = struct tile<T, R, OWN>;
-    const int32_t all = m.n * m.n_blocks, first = all < m.stages ? all : m.stages;
+    const int32_t all = m.n * m.n_blocks, first = all < m.stages ? all : m.stages,
+                  me = threadIdx.x / 32 - C::WARPS;
     const auto load_w = [&](int32_t slot, int32_t i, int32_t b) {
         bar_expect(&m.bars->full[slot], C::STAGE);
         tile_load(m.ring + slot * C::STAGE + (OWN ? 0 : C::X_BYTES), &w, &m.bars->full[slot],
@@ -87,20 +89,23 @@ static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensor
             tile_load(m.ring + slot * C::STAGE, &x, &m.bars->full[slot],
                       (m.group * m.n_blocks + b) * BLOCK_K, m.t);
     };
-    int32_t i = 0, b = 0, slot = 0, phase = 0;
+    int32_t i = 0, b = me, k = me;
     const auto next = [&]() {
-        if (++b == m.n_blocks) b = 0, i++;
+        for (k += FILLERS, b += FILLERS; b >= m.n_blocks; i++) b -= m.n_blocks;
     };
-    for (int32_t k = 0; k < first; k++, next()) {
+    for (; b >= m.n_blocks; i++) b -= m.n_blocks;
+    for (; k < first; next()) {
         if (part == WEIGHTS) load_w(k, i, b);
         if (part == ROWS) load_x(k, b);
     }
     if (part != REST) return;
-    for (int32_t k = first; k < all; k++, next()) {
+    int32_t slot = k - first, phase = 0;
+    for (; k < all; next()) {
+        while (slot >= m.stages) slot -= m.stages, phase ^= 1;
         bar_wait(&m.bars->empty[slot], phase);
         load_w(slot, i, b);
         load_x(slot, b);
-        if (++slot == m.stages) slot = 0, phase ^= 1;
+        slot += FILLERS;
     }
 }
 
@@ -259,12 +264,16 @@ static __global__ void __launch_bounds__(tile<T, R, OWN>::THREADS, 1)
     m.tile = blockIdx.x, m.step = gridDim.x, m.n = (tiles + gridDim.x - 1) / gridDim.x;
     m.n_blocks = p.Kx / BLOCK_K;
     m.group = blockIdx.y, m.t = blockIdx.z * T;
-    const bool fills = threadIdx.x == 32 * C::WARPS;
-    if (fills) {
+    const bool fills = threadIdx.x >= 32 * C::WARPS && threadIdx.x % 32 == 0;
+    if (threadIdx.x == 32 * C::WARPS) {
         for (int i = 0; i < m.stages; i++)
             bar_init(&m.bars->full[i], 1), bar_init(&m.bars->empty[i], C::MATH);
         bar_init_done();
-        fill<T, R, OWN>(x, w, p, m, WEIGHTS);
+    }
+    if (threadIdx.x >= 32 * C::WARPS) {
+        asm volatile("bar.sync 1, %0;" ::"n"(32 * FILLERS) : "memory");
+        if (fills) fill<T, R, OWN>(x, w, p, m, WEIGHTS);
+        __syncwarp();
     }
     /* A weight's scale each, asked for before there are rows of x. */
     const int32_t n_scales = m.n * m.n_blocks;

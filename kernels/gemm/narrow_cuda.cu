@@ -1,8 +1,8 @@
 /* kernels/gemm/narrow_cuda.cu - up to 128 rows of x times placed fp8 or bf16 weights by wgmma: the
  * decode product of sm_90a, of both kinds.
  *
- * One thread keeps a ring of blocks of 128 k filled by the copy engine, which has enough bytes
- * under way to keep memory busy; it begins with weights, before the rows of x are quantized. Two
+ * Two threads keep a ring of blocks of 128 k filled by the copy engine, which has enough bytes
+ * under way to keep memory busy; they begin with weights, before the rows of x are quantized. Two
  * warpgroups multiply: codes as they lie in the ring, or else weights that become operands in
  * registers, where rows of x have k in the order of slots (mma.cuh).
  * Many tiles of weight rows: a block of threads takes several of 128 rows, one after the other,
@@ -20,8 +20,9 @@ extern "C" {
 }
 
 enum {
-    WARPS = 8, /* that multiply; one more, of which one thread works */
-    THREADS = 32 * WARPS + 32,
+    WARPS = 8,   /* that multiply */
+    FILLERS = 2, /* more, of which one thread works: one alone would take too long */
+    THREADS = 32 * (WARPS + FILLERS),
     ALIGN = 1024,
     MOST_SHARED = 227 * 1024,
     MOST_STAGES = 16,
@@ -91,11 +92,12 @@ static __device__ __forceinline__ void fill(const CUtensorMap &x, const CUtensor
                       ((m.group * m.n_blocks + i % m.n_blocks) * C::X_PIECES + q) * TILE_BYTES,
                       m.t);
     };
-    const int32_t first = all < C::S ? all : C::S;
-    for (int32_t i = 0; i < first; i++) load_w(i);
+    const int32_t me = threadIdx.x / 32 - WARPS, first = all < C::S ? all : C::S;
+    for (int32_t i = me; i < first; i += FILLERS) load_w(i);
     cudaGridDependencySynchronize(); /* what makes x may have been still at work */
-    for (int32_t i = 0; i < first; i++) load_x(i);
-    for (int32_t i = first; i < all; i++) {
+    int32_t i = me;
+    for (; i < first; i += FILLERS) load_x(i);
+    for (; i < all; i += FILLERS) {
         bar_wait(&m.bars->empty[i % C::S], (i / C::S - 1) & 1);
         load_w(i);
         load_x(i);
@@ -356,7 +358,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         bar_init_done();
     }
     __syncthreads();
-    if (threadIdx.x / 32 == WARPS) {
+    if (threadIdx.x / 32 >= WARPS) {
         if (threadIdx.x % 32 == 0) fill<ROWS, N, F, K>(x, w, p, m);
         return;
     }
