@@ -17,9 +17,8 @@ extern int cuda_fp8_products;
  * never. Tiles of fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the
  * bits, bench_moe the times. */
 extern int cuda_wide_experts;
-/* Products of few rows begin to read weights while their rows are still being quantized; off: it
- * saves 1 to 2 us a product and is right in a graph (gemm_test), but no whole step has been run
- * so. */
+/* Products of few rows begin to read weights while their rows are still being quantized: on. Only
+ * gemm_test and bench_gemm turn it off, to compare. */
 extern int cuda_early_products;
 /* Kernels begin while the one before still ends: on. Only bench_norm turns it off, to compare
  * times. */

@@ -26,7 +26,7 @@ extern "C" {
 #include "kernels/cuda/table.h"
 }
 
-int cuda_early_products = 0;
+int cuda_early_products = 1;
 
 enum {
     WARPS = 8,
