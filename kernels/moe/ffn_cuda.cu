@@ -11,6 +11,7 @@
 
 extern "C" {
 int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p);
+int kern_linears_cuda(struct kern_stream *s, const struct kern_linears *p);
 int kern_route_cuda(struct kern_stream *s, const struct kern_route *p);
 int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p);
 int kern_swiglu_cuda(struct kern_stream *s, const struct kern_swiglu *p);
@@ -308,8 +309,14 @@ extern "C" int kern_ffn_cuda(struct kern_stream *s, const struct kern_ffn *p)
     rc = kern_linear_cuda(s, &p->gate);
     if (rc == 0) rc = kern_route_cuda(s, &p->route);
     if (rc == 0) rc = kern_moe_cuda(s, &p->moe);
-    if (rc == 0) rc = kern_linear_cuda(s, &p->w1);
-    if (rc == 0) rc = kern_linear_cuda(s, &p->w3);
+    const struct kern_linear shared[2] = {p->w1, p->w3};
+    const struct kern_linears of_x = {.each = shared, .n = 2};
+    if (rc == 0 && kern_linears_check(&of_x) == 0) {
+        rc = kern_linears_cuda(s, &of_x);
+    } else { /* not of the same rows */
+        if (rc == 0) rc = kern_linear_cuda(s, &p->w1);
+        if (rc == 0) rc = kern_linear_cuda(s, &p->w3);
+    }
     if (rc == 0) rc = kern_swiglu_cuda(s, &p->swiglu);
     return rc < 0 ? rc : kern_linear_cuda(s, &p->w2);
 }
