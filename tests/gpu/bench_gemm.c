@@ -1,7 +1,7 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time
  * against the bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16
- * TOW_BENCH_TFLOPS; else what bench.h says of an H200). fp8: products by codes; early: they begin
- * while rows are quantized; mma: not by wgmma. TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
+ * TOW_BENCH_TFLOPS; else what bench.h says of an H200). fp8: products by codes; late: they do not
+ * begin while rows are quantized; mma: not by wgmma. TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
@@ -138,15 +138,15 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
         snprintf(shape, sizeof shape, "%d x [%d, %d]%s", T, c->N, c->K,
                  c->groups > 1 ? " x 8" : "");
         const bool fp8 = c->fmt == KERN_W_FP8, codes = fp8 && c->aq == KERN_AQ_A128;
-        static const char *const ways[] = {"", " mma", " fp8", " fp8 early"};
+        static const char *const ways[] = {"", " mma", " fp8 late", " fp8"};
         for (int way = 0; way < 4; way++) {
             snprintf(name, sizeof name, "%s%s", c->name, ways[way]);
             if (way == 1 && ((!fp8 && c->fmt != KERN_W_BF16) || T <= 8)) continue;
             if (way >= 2 && (!codes || !kern_dev_fp8_products(b->dev, true))) break;
-            if (way == 3 && T > 128) break;
+            if (way == 2 && T > 128) continue;
 #ifdef TOW_CUDA
             cuda_wide_products = way != 1;
-            cuda_early_products = way == 3;
+            cuda_early_products = way != 2;
 #endif
             bench_run(
                 b, &(struct bench_case){.name = name,
@@ -161,13 +161,91 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
         kern_dev_fp8_products(b->dev, false);
 #ifdef TOW_CUDA
         cuda_wide_products = 1;
-        cuda_early_products = 0;
+        cuda_early_products = 1;
 #endif
         bench_free_all(b);
     }
     for (int i = 0; i < ctx.turns; i++) kern_dev_unplace(b->dev, placed[i].data);
     free((void *)(uintptr_t)w.data);
     free((void *)(uintptr_t)w.scale);
+}
+
+/* All products of a normed row in a layer of ratio 4, which are one op. */
+enum { SET = 7, SET_TURNS = 4 };
+struct set_ctx {
+    const struct kern_ops *ops;
+    struct kern_stream *s;
+    struct kern_linear each[SET_TURNS][SET];
+};
+static int call_set(void *arg, int i)
+{
+    struct set_ctx *c = arg;
+    return c->ops->linears(c->s, &(struct kern_linears){.each = c->each[i % SET_TURNS], .n = SET});
+}
+static void bench_set(struct bench *b)
+{
+    enum { K = 4096 };
+    static const struct shape of[SET] = {
+        {.N = 1024, .K = K, .groups = 1, .fmt = KERN_W_FP8, .aq = KERN_AQ_A128, .y = KERN_BF16},
+        {.N = 512, .K = K, .groups = 1, .fmt = KERN_W_FP8, .aq = KERN_AQ_A128, .y = KERN_BF16},
+        {.N = 1024, .K = K, .groups = 1, .fmt = KERN_W_BF16, .y = KERN_F32},
+        {.N = 1024, .K = K, .groups = 1, .fmt = KERN_W_BF16, .y = KERN_F32},
+        {.N = 256, .K = K, .groups = 1, .fmt = KERN_W_BF16, .y = KERN_F32},
+        {.N = 256, .K = K, .groups = 1, .fmt = KERN_W_BF16, .y = KERN_F32},
+        {.N = 64, .K = K, .groups = 1, .fmt = KERN_W_BF16, .y = KERN_BF16}};
+    static const int32_t rows[] = {1, 8, 16, 32, 64, 128, 8192};
+    struct kern_weight placed[SET_TURNS][SET];
+    double wb = 0, width = 0;
+    for (int k = 0; k < SET; k++) {
+        struct kern_weight w = host_weight(&of[k]);
+        wb += weight_bytes(&of[k]), width += of[k].N * kern_dtype_bytes(of[k].y);
+        for (int i = 0; i < SET_TURNS; i++) {
+            struct tow_err err = {0};
+            placed[i][k] = w;
+            if (kern_dev_place(b->dev, &placed[i][k], 1, &err) == 0) continue;
+            printf("before wq_b: %s\n", err.msg);
+            b->n_failed++;
+            return;
+        }
+        free((void *)(uintptr_t)w.data), free((void *)(uintptr_t)w.scale);
+    }
+    for (size_t n = 0; n < sizeof rows / sizeof *rows; n++) {
+        const int32_t T = rows[n];
+        if (!wanted_rows(T)) continue;
+        struct set_ctx c = {.ops = b->ops, .s = b->s};
+        void *x = bench_random(b, (double)T * K, KERN_BF16, 1), *y[SET];
+        for (int k = 0; k < SET; k++) y[k] = bench_alloc(b, (double)T * of[k].N * 4);
+        double flops = 0;
+        for (int k = 0; k < SET; k++) {
+            flops += 2.0 * T * of[k].N * K;
+            for (int i = 0; i < SET_TURNS; i++)
+                c.each[i][k] = (struct kern_linear){.x = x,
+                                                    .w = placed[i][k],
+                                                    .y = y[k],
+                                                    .ld_x = K,
+                                                    .ld_y = of[k].N,
+                                                    .T = T,
+                                                    .N = of[k].N,
+                                                    .K = K,
+                                                    .groups = 1,
+                                                    .x_dtype = KERN_BF16,
+                                                    .y_dtype = of[k].y,
+                                                    .aq = of[k].aq};
+        }
+        char shape[64];
+        snprintf(shape, sizeof shape, "%d x 7 of [.., %d]", T, K);
+        bench_run(b, &(struct bench_case){.name = "before wq_b",
+                                          .shape = shape,
+                                          .call = call_set,
+                                          .ctx = &c,
+                                          .bytes = wb + T * (K * 2 + width),
+                                          .flops = flops,
+                                          .flops_second = BENCH_BF16_FLOPS,
+                                          .goal = T <= 128 ? "<= 1.3 x" : NULL});
+        bench_free_all(b);
+    }
+    for (int i = 0; i < SET_TURNS; i++)
+        for (int k = 0; k < SET; k++) kern_dev_unplace(b->dev, placed[i][k].data);
 }
 
 int main(int argc, char **argv)
@@ -181,5 +259,6 @@ int main(int argc, char **argv)
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
         if (bench_wants(&b, shapes[i].name) || strstr(b.only, shapes[i].name))
             bench_shape(&b, &shapes[i], tflops);
+    if (bench_wants(&b, "before wq_b")) bench_set(&b);
     return bench_close(&b);
 }

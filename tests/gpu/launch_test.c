@@ -16,7 +16,16 @@
 #include <stdio.h>
 #include <string.h>
 
-enum { MAX_MEM = 64, D = 4096, LATENT = 1024, H = 64, HEAD = 512, ROT = 64, KEY = 128, MOST_T = 9 };
+enum {
+    MAX_MEM = 64,
+    D = 4096,
+    LATENT = 1024,
+    H = 64,
+    HEAD = 512,
+    ROT = 64,
+    KEY = 128,
+    MOST_T = 128
+};
 
 static struct kern_dev *dev;
 static struct kern_stream *s;
@@ -260,7 +269,7 @@ static void run_set(const struct set *c, const struct kern_weight *w, int32_t T)
 
 static void test_linears__has_the_bits_of_its_products(void **state)
 {
-    static const int32_t ts[] = {1, 2, 3, 8, MOST_T};
+    static const int32_t ts[] = {1, 2, 3, 8, 9, 40, MOST_T};
     (void)state;
     for (size_t i = 0; i < sizeof sets / sizeof *sets; i++) {
         struct kern_weight w[8];
