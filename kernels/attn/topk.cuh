@@ -127,10 +127,12 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
     return prefix;
 }
 
-/* For dev_threshold: counts of three rounds, so that one barrier a round is enough. */
+/* For dev_threshold: counts of three rounds, so that two barriers a round are enough. */
 struct topk_digits {
     __align__(16) uint32_t count[3][256];
     uint32_t differ;
+    uint32_t at;          /* of the round: the digit, */
+    int32_t above, reach; /* how many are beyond it, and are or have it */
 };
 /* A barrier before the first use. */
 static __device__ __forceinline__ void dev_digits_open(struct topk_digits *d)
@@ -170,33 +172,38 @@ static __device__ uint32_t dev_threshold(const uint32_t *key, int32_t n, int32_t
             if ((u & known) == at) atomicAdd(&c[(u & ~known) >> shift], 1u);
         }
         __syncthreads();
-        /* Each warp for itself: eight digits a lane, from the highest down. */
-        const uint4 hi = *(const uint4 *)(c + 252 - 8 * lane),
-                    lo = *(const uint4 *)(c + 248 - 8 * lane);
-        const uint32_t v[8] = {hi.w, hi.z, hi.y, hi.x, lo.w, lo.z, lo.y, lo.x};
-        uint32_t sum = 0;
+        if (threadIdx.x < 32) { /* eight digits a lane, from the highest down */
+            const uint4 hi = *(const uint4 *)(c + 252 - 8 * lane),
+                        lo = *(const uint4 *)(c + 248 - 8 * lane);
+            const uint32_t v[8] = {hi.w, hi.z, hi.y, hi.x, lo.w, lo.z, lo.y, lo.x};
+            uint32_t sum = 0;
 #pragma unroll
-        for (int j = 0; j < 8; j++) sum += v[j];
-        uint32_t before = sum;
+            for (int j = 0; j < 8; j++) sum += v[j];
+            uint32_t before = sum;
 #pragma unroll
-        for (int s = 1; s < 32; s *= 2) {
-            const uint32_t o = __shfl_up_sync(~0u, before, s);
-            if (lane >= s) before += o;
-        }
-        before += (uint32_t)*above - sum;
-        const bool mine = before < (uint32_t)k && (uint32_t)k <= before + sum;
-        uint32_t digit = 255 - 8 * lane, in = v[0];
-#pragma unroll
-        for (int j = 1; j < 8; j++)
-            if (before + in < (uint32_t)k) { /* this digit is passed */
-                before += in;
-                digit--;
-                in = v[j];
+            for (int s = 1; s < 32; s *= 2) {
+                const uint32_t o = __shfl_up_sync(~0u, before, s);
+                if (lane >= s) before += o;
             }
-        const int from = __ffs((int)__ballot_sync(~0u, mine)) - 1;
-        at |= __shfl_sync(~0u, digit, from) << shift;
-        *above = (int32_t)__shfl_sync(~0u, before, from);
-        *count = *above + (int32_t)__shfl_sync(~0u, in, from);
+            before += (uint32_t)*above - sum;
+            if (before < (uint32_t)k && (uint32_t)k <= before + sum) { /* one lane */
+                uint32_t digit = 255 - 8 * lane, in = v[0];
+#pragma unroll
+                for (int j = 1; j < 8; j++)
+                    if (before + in < (uint32_t)k) { /* this digit is passed */
+                        before += in;
+                        digit--;
+                        in = v[j];
+                    }
+                d->at = digit << shift;
+                d->above = (int32_t)before;
+                d->reach = (int32_t)(before + in);
+            }
+        }
+        __syncthreads();
+        at |= d->at;
+        *above = d->above;
+        *count = d->reach;
         bits = shift;
     }
     __syncthreads();

@@ -185,6 +185,40 @@ static void check_plain(const struct world *w, const uint16_t *q, const uint16_t
     chosen_free(&plain);
 }
 
+/* The last of so many rows that each is one warp's choose as rows alone do. */
+static void check_many(const struct world *w, const uint16_t *q, const uint16_t *wt, int32_t n,
+                       const struct kern_seq *seqs, int64_t ld)
+{
+    enum { MANY = 400, TOPK = 512, MOST_SEQS = 32 };
+    static uint16_t many_q[(MANY + MOST_SEQS) * H * W], many_wt[(MANY + MOST_SEQS) * H];
+    struct kern_seq few_seqs[MOST_SEQS], many_seqs[MOST_SEQS];
+    const int32_t each = MANY / n + 1, T = each * n;
+    assert_in_range(n, 1, MOST_SEQS);
+    for (int32_t i = 0; i < n; i++) {
+        few_seqs[i] = seqs[i];
+        if (few_seqs[i].topk > TOPK) few_seqs[i].topk = TOPK;
+        many_seqs[i] = few_seqs[i];
+        many_seqs[i].row0 = i * each;
+        many_seqs[i].n_rows = each;
+        if (many_seqs[i].pos0 < each) many_seqs[i].pos0 = each - 1, few_seqs[i].pos0 = each - 1;
+        many_seqs[i].pos0 -= each - 1;
+        for (int32_t t = i * each; t < (i + 1) * each; t++) {
+            memcpy(many_q + t * H * W, q + i * H * W, H * W * 2);
+            memcpy(many_wt + t * H, wt + i * H, H * 2);
+        }
+    }
+    struct chosen few = choose(gpu, w, q, wt, n, few_seqs, n, ld, TOPK, ld > 0);
+    struct chosen many = choose(gpu, w, many_q, many_wt, T, many_seqs, n, ld, TOPK, ld > 0);
+    for (int32_t i = 0; i < n; i++) {
+        const int32_t t = (i + 1) * each - 1;
+        if (memcmp(many.sel + t * TOPK, few.sel + i * TOPK, TOPK * 4) != 0)
+            fail_msg("of many rows the last of sequence %d chooses otherwise than alone", i);
+        assert_int_equal(many.n[t], few.n[i]);
+        if (ld > 0) assert_memory_equal(&many.margin[t], &few.margin[i], 4);
+    }
+    chosen_free(&few), chosen_free(&many);
+}
+
 static void queries(uint16_t *q, uint16_t *wt, int32_t T)
 {
     static const float values[] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6};
@@ -217,6 +251,7 @@ static void test_index_select__ragged_rows_keep_what_a_sort_keeps(void **state)
             struct chosen c = choose(gpu, &w, q, wt, N, seqs, N, LONGEST / 4, 4096, true);
             for (int i = 0; i < N; i++) check_row(&c, i, entries[i], seqs[i].topk);
             check_plain(&w, q, wt, N, seqs, N, &c);
+            check_many(&w, q, wt, N, seqs, 0);
             if (shift == 0) {
                 struct chosen twin = choose(cpu, &w, q, wt, N, seqs, N, LONGEST / 4, 4096, true);
                 for (int i = 0; i < N; i++) check_scores(&c, &twin, i, entries[i]);
@@ -267,6 +302,7 @@ static void test_index_select__equals_and_neighbours_have_one_answer(void **stat
             struct chosen c = choose(gpu, &w, q, wt, N, seqs, N, LONGEST / 4, topk, true);
             for (int i = 0; i < N; i++) check_row(&c, i, entries[i], topk);
             check_plain(&w, q, wt, N, seqs, N, &c);
+            check_many(&w, q, wt, N, seqs, 0);
             chosen_free(&c);
         }
         world_close(&w);
@@ -310,6 +346,7 @@ static void test_index_select__nan_ranks_last_and_stays_where_it_is(void **state
             check_row(&c, i, entries[i], 512);
         }
         check_plain(&w, q, wt, N, seqs, N, &c);
+        check_many(&w, q, wt, N, seqs, 66000);
         chosen_free(&c), chosen_free(&twin);
         world_close(&w);
     }
