@@ -23,7 +23,7 @@
  * Order    of a row's sums: a score in one chain over the width; a tile's weights by four threads,
  *          each its columns ascending, then a butterfly; tiles ascending. Depends on nothing but
  *          its own keys.
- * Bound    The matrix unit would need 2048 cycles a tile; an H200 takes 3250 (of 8,192 rows of 640
+ * Bound    The matrix unit would need 2048 cycles a tile; an H200 takes 3300 (of 8,192 rows of 640
  *          keys, 1.3 ms) and the unit is active 63 % of them. What a tile goes through before its
  *          slot is filled again binds, twice over for two slots: copies 1300 cycles, scores 1700
  *          (1024 alone), weights 900, from one group to the other 700, the other's sums 900.
