@@ -153,6 +153,15 @@ static __device__ __forceinline__ void bulk_load(void *to, const void *from, int
                  "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar))
                  : "memory");
 }
+/* bulk_load() to the same place of every block of the cluster in `mask`, and to its barrier. */
+static __device__ __forceinline__ void bulk_load_to(void *to, const void *from, int bytes,
+                                                    uint64_t *bar, uint16_t mask)
+{
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(dev_shared(to)),
+                 "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(dev_shared(bar)), "h"(mask)
+                 : "memory");
+}
 
 /* A tile of results, after wgmma_shared() in its writers and their barrier. Stores of a thread that
  * were committed together are a group. */

@@ -68,11 +68,19 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 
 #define WGMMA_D4(i)   "+f"(d[i]), "+f"(d[(i) + 1]), "+f"(d[(i) + 2]), "+f"(d[(i) + 3])
 #define WGMMA_D8(i)   WGMMA_D4(i), WGMMA_D4((i) + 4)
+#define WGMMA_D12(i)  WGMMA_D8(i), WGMMA_D4((i) + 8)
 #define WGMMA_D16(i)  WGMMA_D8(i), WGMMA_D8((i) + 8)
+#define WGMMA_D20(i)  WGMMA_D16(i), WGMMA_D4((i) + 16)
 #define WGMMA_D24(i)  WGMMA_D16(i), WGMMA_D8((i) + 16)
+#define WGMMA_D28(i)  WGMMA_D24(i), WGMMA_D4((i) + 24)
 #define WGMMA_D32(i)  WGMMA_D16(i), WGMMA_D16((i) + 16)
 #define WGMMA_D64(i)  WGMMA_D32(i), WGMMA_D32((i) + 32)
 #define WGMMA_D48(i)  WGMMA_D32(i), WGMMA_D16((i) + 32)
+#define WGMMA_D36(i)  WGMMA_D32(i), WGMMA_D4((i) + 32)
+#define WGMMA_D40(i)  WGMMA_D32(i), WGMMA_D8((i) + 32)
+#define WGMMA_D44(i)  WGMMA_D40(i), WGMMA_D4((i) + 40)
+#define WGMMA_D52(i)  WGMMA_D48(i), WGMMA_D4((i) + 48)
+#define WGMMA_D56(i)  WGMMA_D48(i), WGMMA_D8((i) + 48)
 #define WGMMA_D80(i)  WGMMA_D64(i), WGMMA_D16((i) + 64)
 #define WGMMA_D96(i)  WGMMA_D64(i), WGMMA_D32((i) + 64)
 #define WGMMA_D112(i) WGMMA_D96(i), WGMMA_D16((i) + 96)
@@ -81,18 +89,42 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 #define WGMMA_S8                                                                                   \
     WGMMA_S4                                                                                       \
     ", %4, %5, %6, %7"
+#define WGMMA_S12                                                                                  \
+    WGMMA_S8                                                                                       \
+    ", %8, %9, %10, %11"
 #define WGMMA_S16                                                                                  \
     WGMMA_S8                                                                                       \
     ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define WGMMA_S20                                                                                  \
+    WGMMA_S16                                                                                      \
+    ", %16, %17, %18, %19"
 #define WGMMA_S24                                                                                  \
     WGMMA_S16                                                                                      \
     ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define WGMMA_S28                                                                                  \
+    WGMMA_S24                                                                                      \
+    ", %24, %25, %26, %27"
 #define WGMMA_S32                                                                                  \
     WGMMA_S16                                                                                      \
     ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_S36                                                                                  \
+    WGMMA_S32                                                                                      \
+    ", %32, %33, %34, %35"
+#define WGMMA_S40                                                                                  \
+    WGMMA_S32                                                                                      \
+    ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_S44                                                                                  \
+    WGMMA_S40                                                                                      \
+    ", %40, %41, %42, %43"
 #define WGMMA_S48                                                                                  \
     WGMMA_S32                                                                                      \
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_S52                                                                                  \
+    WGMMA_S48                                                                                      \
+    ", %48, %49, %50, %51"
+#define WGMMA_S56                                                                                  \
+    WGMMA_S48                                                                                      \
+    ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define WGMMA_S64                                                                                  \
     WGMMA_S48                                                                                      \
     ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
@@ -156,10 +188,18 @@ static __device__ __forceinline__ uint64_t wgmma_columns(const void *shared, int
 
 WGMMA(8, 4, "%4", "%5", "%6", "%7", "%8", "%9")
 WGMMA(16, 8, "%8", "%9", "%10", "%11", "%12", "%13")
+WGMMA(24, 12, "%12", "%13", "%14", "%15", "%16", "%17")
 WGMMA(32, 16, "%16", "%17", "%18", "%19", "%20", "%21")
+WGMMA(40, 20, "%20", "%21", "%22", "%23", "%24", "%25")
 WGMMA(48, 24, "%24", "%25", "%26", "%27", "%28", "%29")
+WGMMA(56, 28, "%28", "%29", "%30", "%31", "%32", "%33")
 WGMMA(64, 32, "%32", "%33", "%34", "%35", "%36", "%37")
+WGMMA(72, 36, "%36", "%37", "%38", "%39", "%40", "%41")
+WGMMA(80, 40, "%40", "%41", "%42", "%43", "%44", "%45")
+WGMMA(88, 44, "%44", "%45", "%46", "%47", "%48", "%49")
 WGMMA(96, 48, "%48", "%49", "%50", "%51", "%52", "%53")
+WGMMA(104, 52, "%52", "%53", "%54", "%55", "%56", "%57")
+WGMMA(112, 56, "%56", "%57", "%58", "%59", "%60", "%61")
 WGMMA(128, 64, "%64", "%65", "%66", "%67", "%68", "%69")
 WGMMA(160, 80, "%80", "%81", "%82", "%83", "%84", "%85")
 WGMMA(192, 96, "%96", "%97", "%98", "%99", "%100", "%101")
@@ -171,10 +211,18 @@ WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 
 #undef WGMMA_D4
 #undef WGMMA_D8
+#undef WGMMA_D12
 #undef WGMMA_D16
+#undef WGMMA_D20
 #undef WGMMA_D24
+#undef WGMMA_D28
 #undef WGMMA_D32
 #undef WGMMA_D48
+#undef WGMMA_D36
+#undef WGMMA_D40
+#undef WGMMA_D44
+#undef WGMMA_D52
+#undef WGMMA_D56
 #undef WGMMA_D64
 #undef WGMMA_D80
 #undef WGMMA_D96
@@ -182,10 +230,18 @@ WGMMA(256, 128, "%128", "%129", "%130", "%131", "%132", "%133")
 #undef WGMMA_D128
 #undef WGMMA_S4
 #undef WGMMA_S8
+#undef WGMMA_S12
 #undef WGMMA_S16
+#undef WGMMA_S20
 #undef WGMMA_S24
+#undef WGMMA_S28
 #undef WGMMA_S32
 #undef WGMMA_S48
+#undef WGMMA_S36
+#undef WGMMA_S40
+#undef WGMMA_S44
+#undef WGMMA_S52
+#undef WGMMA_S56
 #undef WGMMA_S64
 #undef WGMMA_S80
 #undef WGMMA_S96
