@@ -74,11 +74,11 @@ static __device__ __forceinline__ float dev_gate(float g, float u, float limit)
  * between -60 and 60, where whoever rounds it to bf16 keeps 2^-9; beyond, x or next to 0. */
 static __device__ __forceinline__ float dev_gate_near(float g, float u, float limit)
 {
-    if (limit > 0) {
-        g = dev_min(limit, g);
-        u = dev_max(-limit, dev_min(limit, u));
-    }
+    const float most = limit > 0 ? limit : __int_as_float(0x7f800000);
     float e, r;
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(g) : "f"(most));
+    asm("min.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(most));
+    asm("max.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(-most));
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(g * -0x1.715476p+0f));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
     return g * r * u;
