@@ -123,7 +123,7 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
         for (int u = 0; u < SORT_AHEAD; u++) {
             const int32_t i = i0 + u * 32 + lane, at = e[u] >= 0 ? atomicAdd(mine + e[u], 1) : -1;
             if (i < end) plan.place[i] = at;
-            if (at >= 0) plan.order[at] = i;
+            if (at >= 0 && plan.order) plan.order[at] = i;
         }
     }
 }
@@ -230,11 +230,14 @@ struct image {
     enum kern_act_quant aq; /* e4m3: A128 */
 };
 
-/* The row of item `at` and its places. */
-static __device__ __forceinline__ int64_t image_row(const struct image &p, int64_t item,
+/* The row of item `at` and its places. Of a row of the batch, `first` says which pairs lie there:
+ * one block that sorts takes half its time to write that to so many places. */
+static __device__ __forceinline__ int64_t image_row(const struct image &p, int64_t item, bool first,
                                                     const int32_t **places)
 {
     *places = p.plan.place + item * (p.slots ? p.slots : 1);
+    for (int32_t i = threadIdx.x % 32; first && i < p.slots; i += 32)
+        if ((*places)[i] >= 0) p.plan.order[(*places)[i]] = (int32_t)(item * p.slots + i);
     return p.slots ? item : **places;
 }
 
@@ -249,7 +252,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (at / each >= items) return;
     const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS, n = p.slots ? p.slots : 1;
     const int32_t *places;
-    const int64_t row = image_row(p, at / each, &places);
+    const int64_t row = image_row(p, at / each, at % each == 0, &places);
     if (row < 0) return;
     float v[IMAGE_BLOCKS][4];
 #pragma unroll
@@ -283,7 +286,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (at / each >= items) return;
     const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS + lane / 16, n = p.slots ? p.slots : 1;
     const int32_t *places;
-    const int64_t row = image_row(p, at / each, &places);
+    const int64_t row = image_row(p, at / each, at % each == 0, &places);
     if (row < 0) return;
     float v[PASSES][2][4];
 #pragma unroll
@@ -312,12 +315,13 @@ static __global__ void __launch_bounds__(THREADS)
         const int32_t place = places[i];
         if (place < 0) continue;
         uint8_t *out = p.out + (int64_t)place * 128 + (piece ^ place % 8) * 16 + t * 4;
+        const int32_t among = place / 2 % 4 * 4 + place / 8 % 2 * 2 + place % 2; /* sixteen */
 #pragma unroll
         for (int b = 0; b < PASSES; b++) {
             if (kb0 + b * 2 >= n_kb) break;
             const int64_t block = (kb0 + b * 2) * (int64_t)p.plan.room;
             *(uint2 *)(out + block * 128) = word[b];
-            if (lane % 16 == 0) p.scale[block + place] = scale[b];
+            if (lane % 16 == 0) p.scale[block + place / 16 * 16 + among] = scale[b];
         }
     }
 }
@@ -670,6 +674,7 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
 
     struct rows none = {};
     none.plan = *plan;
+    none.plan.order = NULL; /* images of x say it */
     launch_plan(s, p, &none, 0);
     struct image r = {(const uint16_t *)p->x,
                       x,
@@ -682,14 +687,17 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
     launch_image(s, &r, e4m3, p->T);
     struct moe_product q = {*plan, *w1, *w3,  NULL,       NULL,     false, false, true,    p->I,
                             p->D,  dp,  p->k, p->weights, p->limit, z,     x,     r.scale, p->E};
-    int rc = e4m3 ? moe_product_e4m3(s, &q) : moe_product_wide(s, &q);
+    const auto product = !e4m3                       ? moe_product_wide
+                         : plan->tokens == MOE_CODES ? moe_product_codes
+                                                     : moe_product_e4m3;
+    int rc = product(s, &q);
     if (rc < 0) return rc;
     r = {z, y, (uint16_t *)(y + room * ip * bytes), *plan, p->I, ip, 0, p->aq};
     launch_image(s, &r, e4m3, n);
     q.a = q.b = *w2;
     q.up = false, q.rows = p->D, q.k = p->I, q.kp = ip;
     q.image = y, q.image_scale = r.scale;
-    rc = e4m3 ? moe_product_e4m3(s, &q) : moe_product_wide(s, &q);
+    rc = product(s, &q);
     if (rc < 0) return rc;
     launch_combine(s, p, plan, z);
     return cuda_done(s, "moe");
@@ -755,7 +763,7 @@ extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
     if (e4m3) tokens = mean <= 24 ? MOE_NARROW : MOE_CODES;
     const bool images = e4m3 || tokens == MOE_WIDE;
     struct moe_plan plan;
-    int rc = make_plan(s, p, tokens, images ? 8 : 1, &plan);
+    int rc = make_plan(s, p, tokens, e4m3 ? 16 : images ? 8 : 1, &plan);
     if (rc < 0) return rc;
     return images  ? image_experts(s, p, &w1, &w2, &w3, &plan, e4m3)
            : tiled ? tiled_experts(s, p, &w1, &w2, &w3, &plan)

@@ -71,8 +71,9 @@ int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
 /* The same bits by wgmma, where there is: 4-bit weights with 16 bytes of scales or a multiple to a
  * row, x1 NULL, rows a multiple of 8, tiles of MOE_WIDE pairs. */
 int moe_product_wide(struct kern_stream *s, const struct moe_product *p);
-/* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_CODES or MOE_NARROW pairs;
- * mxfp4 placed for it. Other bits than the above, the same at every number of pairs. */
+/* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_NARROW (_e4m3) or MOE_CODES
+ * pairs; mxfp4 placed for it. Other bits than the above, the same at every number of pairs. */
 int moe_product_e4m3(struct kern_stream *s, const struct moe_product *p);
+int moe_product_codes(struct kern_stream *s, const struct moe_product *p);
 
 #endif

@@ -1,6 +1,6 @@
 /* kernels/moe/moe_wgmma.cuh - tiles of pairs times their expert's stored weights by whole
  * warpgroups (sm_90a), in both kinds of products: bf16 (codes widened, exactly) and e4m3 (codes as
- * they are).
+ * they are; many pairs at once by moe_codes_cuda.cu, which has parts of this).
  *
  * Plan     A block stays and goes from tile to tile: up to N pairs and 128 weight rows, 64 each of
  *          w1 and w3 or 128 of w2. One thread keeps a ring of stages of 128 k filled by the copy
@@ -9,9 +9,6 @@
  *          of the weight rows each: they make operand A in registers, once for all pairs of the
  *          tile, and multiply as many columns as the tile has, rounded up. Both are a tile or so
  *          ahead, so that a consumer never waits for memory itself.
- * Chain    With two warps to a scheduler it is a consumer's own chain that binds, not the matrix
- *          unit. So by codes 64 columns are added up while the next ones are under way, and the
- *          next stage's codes are fetched before the last ones are done.
  * Rows     Of w1 and w3, each consumer thread has the same ones, so that it has a pair's gate and
  *          up.
  * Images   x lies as stages want it: pieces of 128 bytes of each pair's row, [piece][place], in
@@ -19,7 +16,9 @@
  *          (moe_plan.align).
  *          e4m3: of a piece's 128 k, number 32 t + 8 i + 4 h + e is byte 32 i + 16 h + 4 t + e',
  *          where e' exchanges 1 and 2: thread t's eight values of instruction i in its slots of k.
- *          The scale of (piece, place) lies in a second array, in bf16.
+ *          The scale of (piece, place) lies in a second array, in bf16: of sixteen places, those of
+ *          8 j + 2 t + e are at 4 t + 2 j + e, the four that thread t has side by side.
+ *          (moe_plan.align is 16 there.)
  *          bf16: two pieces have 128 k; number 32 t + 4 q + 2 h + e is value 16 q + 8 h + 2 t + e.
  * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 128 k four instructions of 32, from
  *          zero; total = fmaf(sum, scale, total), scale being the row of x's times the fp8 block's.
@@ -52,7 +51,7 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         X_BYTES = PIECES * N * 128,
         SCALES_AT = X_BYTES + WG_M * ROW,
         X_SCALES_AT = SCALES_AT + SCALE_BYTES,
-        STAGE = (X_SCALES_AT + (E4M3 ? N * 2 : 0) + 1023) / 1024 * 1024,
+        STAGE = (X_SCALES_AT + (E4M3 ? COLUMNS * 2 : 0) + 1023) / 1024 * 1024,
         PER_SM = N > 32 ? 1 : 2, /* blocks meant to share a multiprocessor */
         /* Beside the stages: what a block costs the machine, the ring's alignment, and the kernel's
          * tmp, told and barriers. */
@@ -78,6 +77,17 @@ static __device__ __forceinline__ int32_t wg_uniform(int32_t x)
     return __shfl_sync(0xffffffffu, x, 0);
 }
 
+/* Tiles of pairs times parts of the weight rows, by turns of blocks or, `width` neighbouring parts
+ * at a time, clusters. */
+struct wg_items {
+    int at, step, n; /* the first, from one to the next, all */
+    int parts, width, rank;
+};
+static __device__ __forceinline__ int wg_part(const struct wg_items &i, int at)
+{
+    return at % i.parts * i.width + i.rank;
+}
+
 /* The ring, and where a group of threads is in it: slots in turn, the phase of their barriers. */
 struct wg_ring {
     uint8_t *at;
@@ -90,12 +100,12 @@ template <int S> static __device__ __forceinline__ void wg_next(struct wg_ring *
     if (++r->slot == S) r->slot = 0, r->phase ^= 1;
 }
 
-/* Rows g and g + 8 of a consumer thread among the 128 of a stage: a group has 32 of each matrix, or
- * 64. */
-static __device__ __forceinline__ int wg_place(bool up, int group, int m)
+/* Rows g and g + 8 of a thread of a consumer warp among the 128 of a stage: it has eight of each
+ * matrix, or sixteen. */
+static __device__ __forceinline__ int wg_place(bool up, int warp, int m)
 {
-    const int warp = threadIdx.x % WG / 32, g = threadIdx.x % 32 / 4;
-    return up ? m * 64 + group * 32 + warp * 8 + g : group * 64 + warp * 16 + m * 8 + g;
+    const int g = threadIdx.x % 32 / 4;
+    return up ? m * 64 + warp * 8 + g : warp * 16 + m * 8 + g;
 }
 
 /* What a warp looks up for the consumers, two tiles in turn. */
@@ -111,25 +121,34 @@ struct wg_told {
     uint32_t phase;
 };
 
+/* This warp is done with a slot: each of its threads says so. One of them for all, after
+ * __syncwarp(), is no faster, and compute-sanitizer (racecheck) does not see that it is for all. */
+static __device__ __forceinline__ void wg_release(uint64_t *empty)
+{
+    bar_arrive(empty);
+}
+
 /* ------------------------------------------------------------------ producers */
 
 template <enum kern_wfmt F, bool E4M3, int N>
-static __device__ __forceinline__ void
-wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ring r, int row_tiles)
+static __device__ __forceinline__ void wg_produce(const struct moe_product &p,
+                                                  const struct wg_maps &maps, struct wg_ring r,
+                                                  const struct wg_items &items)
 {
     using S = wg_shape<F, E4M3, N>;
-    const int items = p.plan.max_tiles * row_tiles, n_kb = p.kp / 128;
-    for (int at = blockIdx.x; at < items; at += gridDim.x) {
-        const struct moe_tile tile = p.plan.tiles[at / row_tiles];
+    const int n_kb = p.kp / 128;
+    for (int at = items.at; at < items.n; at += items.step) {
+        const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
-        const int part = at % row_tiles, rows = (tile.n + 7) / 8 * 8;
+        const int part = wg_part(items, at), rows = (tile.n + 7) / 8 * 8,
+                  scale_bytes = (tile.n + 15) / 16 * 32;
         const int w_row[2] = {part * (p.up ? 64 : 128), part * (p.up ? 64 : 128) + (p.up ? 0 : 64)};
         for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(&r)) {
             uint8_t *to = r.at + r.slot * S::STAGE;
             uint64_t *full = r.full + r.slot;
             const bool scales = S::SCALES > 0 && kb % S::AHEAD == 0;
             bar_wait(r.empty + r.slot, r.phase ^ 1);
-            bar_expect(full, rows * (128 * S::PIECES + (E4M3 ? 2 : 0)) + WG_M * S::ROW +
+            bar_expect(full, rows * 128 * S::PIECES + (E4M3 ? scale_bytes : 0) + WG_M * S::ROW +
                                  (scales ? S::SCALE_BYTES : 0));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -149,7 +168,8 @@ wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ri
                           rows * 128, full);
             if (E4M3)
                 bulk_load(to + S::X_SCALES_AT,
-                          p.image_scale + (int64_t)kb * p.plan.room + tile.first, rows * 2, full);
+                          p.image_scale + (int64_t)kb * p.plan.room + tile.first, scale_bytes,
+                          full);
         }
     }
 }
@@ -158,13 +178,13 @@ wg_produce(const struct moe_product &p, const struct wg_maps &maps, struct wg_ri
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void wg_look_up(const struct moe_product &p, struct wg_told t,
                                                   struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *to,
-                                                  int row_tiles)
+                                                  const struct wg_items &items)
 {
     enum { EACH = WG_M / 32, PAIRS = 4 };
-    const int lane = threadIdx.x % 32, items = p.plan.max_tiles * row_tiles;
-    for (int at = blockIdx.x; at < items; at += gridDim.x) {
-        const struct moe_tile tile = p.plan.tiles[at / row_tiles];
-        const int part = at % row_tiles;
+    const int lane = threadIdx.x % 32;
+    for (int at = items.at; at < items.n; at += items.step) {
+        const struct moe_tile tile = p.plan.tiles[at / items.parts];
+        const int part = wg_part(items, at);
         auto *out = to + t.slot;
         const struct cuda_weight *w[2] = {&p.a.w[tile.expert], &p.b.w[tile.expert]};
         const uint8_t *nan_rows[2];
@@ -207,8 +227,7 @@ static __device__ __forceinline__ void wg_look_up(const struct moe_product &p, s
             out->post[i * 32 + lane] = post[i];
         }
         if (lane == 0) out->tile = tile;
-        __syncwarp();
-        if (lane == 0) bar_arrive(t.there + t.slot);
+        wg_release(t.there + t.slot);
         if (tile.n == 0) break;
         t.slot ^= 1, t.phase ^= t.slot ^ 1;
     }
@@ -234,19 +253,29 @@ static __device__ __forceinline__ void wg_scales(const uint8_t *stage, const int
         out[m] = __byte_perm(__byte_perm(v.x, v.y, at), __byte_perm(v.z, v.w, at), 0x5410);
     }
 }
-/* This warp is done with a slot. */
-static __device__ __forceinline__ void wg_release(uint64_t *empty)
-{
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive(empty);
-}
-
 /* What a consumer thread knows of its two rows in a tile. */
 struct wg_rows {
     int place[2];            /* in a stage */
     const uint8_t *scale[2]; /* fp8: of its row of blocks */
     uint2 table[2];          /* mxfp4, e4m3: see dev_mxfp4_table() */
 };
+
+template <enum kern_wfmt F, bool E4M3, class T>
+static __device__ __forceinline__ void wg_rows_of(const struct moe_product &p, const T &told,
+                                                  int part, struct wg_rows *rows)
+{
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const int place = rows->place[m] = wg_place(p.up, threadIdx.x / 32, m);
+        if (E4M3 && F == KERN_W_FP8) {
+            const int row = p.up ? part * 64 + place % 64 : part * WG_M + place,
+                      there = row < p.rows ? row : p.rows - 1;
+            rows->scale[m] =
+                (p.up && m ? p.b.w : p.a.w)[told.tile.expert].scale + there / 128 * p.a.scale_bytes;
+        }
+        if (E4M3 && F == KERN_W_MXFP4) rows->table[m] = dev_mxfp4_table(told.top[place]);
+    }
+}
 
 /* ------------------------------------------------------------------ consumers: e4m3 */
 
@@ -298,46 +327,52 @@ static __device__ __forceinline__ void wg_operands(const uint8_t *stage, const s
     }
 }
 
-/* Four instructions of W columns of a stage, from column `first` on. */
+/* Four instructions of W columns of a stage. */
 template <int W>
-static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint64_t x, int first,
+static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint64_t x,
                                                 float (&sum)[W / 2])
 {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; i++) wgmma_e4m3(sum, a[i], x + first * 8 + 2 * i, i > 0);
+    for (int i = 0; i < 4; i++) wgmma_e4m3(sum, a[i], x + 2 * i, i > 0);
     wgmma_commit();
 }
-/* total += sum, times the scales of its columns (of this thread's first two on) and rows, once at
- * most LEFT groups are under way. */
-template <enum kern_wfmt F, int W, int N, int LEFT>
-static __device__ __forceinline__ void wg_add(float (&sum)[W / 2], const uint32_t *scale,
-                                              const float (&w)[2], int first,
-                                              float (&total)[WG_SUMS(N)])
+
+/* A thread's scales of W columns from `first` on, in bf16: two of each eight columns. */
+template <int W>
+static __device__ __forceinline__ void wg_x_scales(const uint16_t *scale, int first,
+                                                   uint32_t (&two)[W / 8])
 {
-    uint32_t two[W / 8]; /* bf16 */
-#pragma unroll
-    for (int i = 0; i < W / 8; i++) two[i] = scale[first / 2 + i * 4];
-    wgmma_wait<LEFT>();
-    wgmma_pin(sum);
+    const uint16_t *mine = scale + threadIdx.x % 4 * 4;
 #pragma unroll
     for (int i = 0; i < W / 8; i++) {
-        const float x = kern_float(two[i] << 16), y = kern_float(two[i] & 0xffff0000u);
-        float *t = total + first / 2 + i * 4;
-        const float *s = sum + i * 4;
-        if (F == KERN_W_FP8) {
-            t[0] = fmaf(s[0], x * w[0], t[0]), t[1] = fmaf(s[1], y * w[0], t[1]);
-            t[2] = fmaf(s[2], x * w[1], t[2]), t[3] = fmaf(s[3], y * w[1], t[3]);
-        } else {
-            t[0] = fmaf(s[0], x, t[0]), t[1] = fmaf(s[1], y, t[1]);
-            t[2] = fmaf(s[2], x, t[2]), t[3] = fmaf(s[3], y, t[3]);
+        const int column = first + i * 8;
+        const uint16_t *from = mine + column / 16 * 16;
+        if (column % 16 == 0 && i + 1 < W / 8) {
+            const uint2 v = *(const uint2 *)from;
+            two[i] = v.x, two[i + 1] = v.y;
+        } else if (column % 16 == 0 || i == 0) {
+            two[i] = *(const uint32_t *)(from + column % 16 / 4);
         }
     }
 }
+/* total += sum, times the scales of its columns and, of fp8, its rows. */
+template <enum kern_wfmt F, int W, int SUMS>
+static __device__ __forceinline__ void wg_add(const float (&sum)[W / 2],
+                                              const uint32_t (&two)[W / 8], const float (&w)[2],
+                                              int first, float (&total)[SUMS])
+{
+#pragma unroll
+    for (int i = 0; i < W / 2; i++) {
+        const float x = kern_float(i % 2 ? two[i / 4] & 0xffff0000u : two[i / 4] << 16);
+        float &t = total[first / 2 + i];
+        t = fmaf(sum[i], F == KERN_W_FP8 ? x * w[i % 4 / 2] : x, t);
+    }
+}
 
-/* All stages of a tile: FULL times 64 columns and TAIL. One piece of the columns is under way while
- * the one before is added up, and while the next stage's codes are fetched. */
-template <enum kern_wfmt F, int N, int FULL, int TAIL>
+/* All stages of a tile of W columns. The next stage's codes are fetched while they are multiplied.
+ */
+template <enum kern_wfmt F, int N, int W>
 static __device__ __forceinline__ void wg_consume(const struct moe_product &p, struct wg_ring *r,
                                                   const struct wg_rows &rows,
                                                   float (&total)[WG_SUMS(N)])
@@ -349,25 +384,20 @@ static __device__ __forceinline__ void wg_consume(const struct moe_product &p, s
     for (int kb = 0; kb < n_kb; kb++) {
         const uint8_t *at = r->at + r->slot * S::STAGE;
         uint64_t *empty = r->empty + r->slot;
-        const uint64_t x = wgmma_rows(at);
-        const uint32_t *scale = (const uint32_t *)(at + S::X_SCALES_AT) + threadIdx.x % 4;
-        float w[2] = {1.0f, 1.0f}, sum[2][32], tail[TAIL / 2];
-        uint32_t a[4][4];
+        float w[2] = {1.0f, 1.0f}, sum[W / 2];
+        uint32_t a[4][4], x[W / 8];
         if (F == KERN_W_FP8) {
             w[0] = moe_block_scale(p.a, rows.scale[0], 0, kb);
             w[1] = moe_block_scale(p.a, rows.scale[1], 0, kb);
         }
         wg_operands<S, F>(at, rows, &codes, a);
-#pragma unroll
-        for (int i = 0; i < FULL; i++) {
-            wg_times<64>(a, x, i * 64, sum[i % 2]);
-            if (i > 0) wg_add<F, 64, N, 1>(sum[(i + 1) % 2], scale, w, (i - 1) * 64, total);
-        }
-        wg_times<TAIL>(a, x, FULL * 64, tail);
-        if (FULL > 0) wg_add<F, 64, N, 1>(sum[(FULL + 1) % 2], scale, w, (FULL - 1) * 64, total);
+        wg_times<W>(a, wgmma_rows(at), sum);
+        wg_x_scales<W>((const uint16_t *)(at + S::X_SCALES_AT), 0, x);
         wg_next<S::S>(r);
         if (kb + 1 < n_kb) wg_fetch<S, F>(*r, rows, kb + 1, &codes);
-        wg_add<F, TAIL, N, 0>(tail, scale, w, FULL * 64, total);
+        wgmma_wait<0>();
+        wgmma_pin(sum);
+        wg_add<F, W>(sum, x, w, 0, total);
         wg_release(empty);
     }
 }
@@ -377,34 +407,13 @@ static __device__ __forceinline__ void
 wg_consume_tile(const struct moe_product &p, struct wg_ring *r, const struct wg_rows &rows, int n,
                 float (&total)[WG_SUMS(N)])
 {
-#define CONSUME(FULL, TAIL) wg_consume<F, N, FULL, TAIL>(p, r, rows, total)
-    if constexpr (N == 32) {
-        if (n <= 8)
-            CONSUME(0, 8);
-        else if (n <= 16)
-            CONSUME(0, 16);
-        else
-            CONSUME(0, 32);
-    } else {
-        switch ((n + 15) / 16) {
-        case 1: CONSUME(0, 16); break;
-        case 2: CONSUME(0, 32); break;
-        case 3: CONSUME(0, 48); break;
-        case 4: CONSUME(0, 64); break;
-        case 5: CONSUME(1, 16); break;
-        case 6: CONSUME(1, 32); break;
-        case 7: CONSUME(1, 48); break;
-        case 8: CONSUME(1, 64); break;
-        case 9: CONSUME(2, 16); break;
-        case 10: CONSUME(2, 32); break;
-        case 11: CONSUME(2, 48); break;
-        case 12: CONSUME(2, 64); break;
-        case 13: CONSUME(3, 16); break;
-        default: CONSUME(3, 32); break;
-        }
-    }
-    static_assert(N == 32 || N == 224, "widths of above");
-#undef CONSUME
+    static_assert(N == 32, "widths of below");
+    if (n <= 8)
+        wg_consume<F, N, 8>(p, r, rows, total);
+    else if (n <= 16)
+        wg_consume<F, N, 16>(p, r, rows, total);
+    else
+        wg_consume<F, N, 32>(p, r, rows, total);
 }
 
 /* ------------------------------------------------------------------ consumers: bf16 */
@@ -539,29 +548,18 @@ wg_store(const struct moe_product &p, const struct wg_tell<(N + 31) / 32 * 32> &
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void
 wg_consume_all(const struct moe_product &p, struct wg_ring r, struct wg_told t,
-               const struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *told, int row_tiles, int group,
-               uint4 *tmp)
+               const struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *told,
+               const struct wg_items &items, int group, uint4 *tmp)
 {
-    const int items = p.plan.max_tiles * row_tiles;
-    for (int at = blockIdx.x; at < items; at += gridDim.x) {
+    for (int at = items.at; at < items.n; at += items.step) {
         const auto &now = told[t.slot];
-        const int part = at % row_tiles;
+        const int part = wg_part(items, at);
         bar_wait(t.there + t.slot, t.phase);
         __syncwarp();
         const int n = wg_uniform(now.tile.n);
         if (n == 0) break;
         struct wg_rows rows;
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            rows.place[m] = wg_place(p.up, group, m);
-            if (E4M3 && F == KERN_W_FP8) {
-                const int row = p.up ? part * 64 + rows.place[m] % 64 : part * WG_M + rows.place[m],
-                          there = row < p.rows ? row : p.rows - 1;
-                rows.scale[m] = (p.up && m ? p.b.w : p.a.w)[now.tile.expert].scale +
-                                there / 128 * p.a.scale_bytes;
-            }
-            if (E4M3 && F == KERN_W_MXFP4) rows.table[m] = dev_mxfp4_table(now.top[rows.place[m]]);
-        }
+        wg_rows_of<F, E4M3>(p, now, part, &rows);
         float total[WG_SUMS(N)];
 #pragma unroll
         for (int i = 0; i < WG_SUMS(N); i++) total[i] = 0.0f;
@@ -591,25 +589,26 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::S; i++) {
             bar_init(full + i, 1);
-            bar_init(empty + i, WG_CONSUMERS * WG / 32);
+            bar_init(empty + i, WG_CONSUMERS * WG);
         }
-        for (int i = 0; i < 2; i++)
-            bar_init(there + i, 1), bar_init(read + i, WG_CONSUMERS * WG / 32);
+        for (int i = 0; i < 2; i++) bar_init(there + i, 32), bar_init(read + i, WG_CONSUMERS * WG);
         bar_init_done();
     }
     __syncthreads();
     struct wg_ring r = {shared, full, empty, 0, 0};
     const struct wg_told t = {there, read, 0, 0};
+    const struct wg_items items = {
+        (int)blockIdx.x, (int)gridDim.x, p.plan.max_tiles * row_tiles, row_tiles, 1, 0};
     r.at += (1024 - dev_shared(shared) % 1024) % 1024;
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group == WG_CONSUMERS) {
         if (N > 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = wg_uniform((int)threadIdx.x % WG / 32);
-        if (warp == 0 && threadIdx.x % 32 == 0) wg_produce<F, E4M3, N>(p, maps, r, row_tiles);
-        if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, row_tiles);
+        if (warp == 0 && threadIdx.x % 32 == 0) wg_produce<F, E4M3, N>(p, maps, r, items);
+        if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, items);
     } else {
         if (N > 32) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        wg_consume_all<F, E4M3, N>(p, r, t, told, row_tiles, group, tmp + threadIdx.x / 32 * 32);
+        wg_consume_all<F, E4M3, N>(p, r, t, told, items, group, tmp + threadIdx.x / 32 * 32);
     }
 }
 #else
@@ -620,20 +619,28 @@ static __global__ void wg_kernel(const __grid_constant__ struct moe_product p,
 }
 #endif
 
+/* Weights are read in tiles of 64 rows and `bytes` of codes, 16 of scales if there are any. */
+static inline bool wg_describe(struct wg_maps *maps, const struct moe_product *p, int bytes,
+                               bool scales)
+{
+    for (int i = 0; i < 2; i++) {
+        const struct moe_matrix *m = i ? &p->b : &p->a;
+        if (!cuda_stack_map(&maps->codes[i], m->data, p->rows, m->row_bytes, m->row_bytes,
+                            p->n_experts, m->data_step, 64, bytes))
+            return false;
+        if (scales && !cuda_stack_map(&maps->scales[i], m->scale, p->rows, m->scale_bytes,
+                                      m->scale_bytes, p->n_experts, m->scale_step, 64, 16))
+            return false;
+    }
+    return true;
+}
+
 template <enum kern_wfmt F, bool E4M3, int N>
 static int wg_launch(struct kern_stream *s, const struct moe_product *p)
 {
     using S = wg_shape<F, E4M3, N>;
     struct wg_maps maps;
-    for (int i = 0; i < 2; i++) {
-        const struct moe_matrix *m = i ? &p->b : &p->a;
-        if (!cuda_stack_map(&maps.codes[i], m->data, p->rows, m->row_bytes, m->row_bytes,
-                            p->n_experts, m->data_step, 64, S::ROW))
-            return TOW_EDEVICE;
-        if (S::SCALES > 0 && !cuda_stack_map(&maps.scales[i], m->scale, p->rows, m->scale_bytes,
-                                             m->scale_bytes, p->n_experts, m->scale_step, 64, 16))
-            return TOW_EDEVICE;
-    }
+    if (!wg_describe(&maps, p, S::ROW, S::SCALES > 0)) return TOW_EDEVICE;
     const int row_tiles = (int)cuda_ceil(p->rows, p->up ? 64 : WG_M);
     const int64_t items = (int64_t)p->plan.max_tiles * row_tiles, most = s->n_sm * S::PER_SM;
     if (items > INT32_MAX / 2) return TOW_EINVAL;

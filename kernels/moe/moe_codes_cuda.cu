@@ -1,0 +1,436 @@
+/* kernels/moe/moe_codes_cuda.cu - many pairs times mxfp4 and fp8 experts by their codes: the
+ * prefill product of the fp8 kind, on sm_90a. Bits, images and epilogue are moe_wgmma.cuh's.
+ *
+ * Plan     Two warpgroups of consumers multiply and add up, nothing else. Four warps turn mxfp4
+ *          codes into operands, each at the place of the thread that will have them; of fp8, one
+ *          finds scales. Another warpgroup's warps ask the copy engine for x and for what is to be
+ *          turned, and look things up.
+ * Cluster  Two blocks with neighbouring weight rows of an expert are a cluster: each fetches half
+ *          of x for both.
+ * Turns    A stage's columns are two parts. While one warpgroup adds a part up, the other one's is
+ *          multiplied. Not so, slower at 8192 rows: four parts, two of them under way (twice the
+ *          instructions that start them), with consumers that turn codes themselves or not.
+ * Ahead    Shared memory answers after more than 100 cycles while wgmma reads there: what additions
+ *          take is fetched while their part is multiplied, the next stage's operands before the
+ *          last part's additions.
+ */
+#include "kernels/moe/moe_wgmma.cuh"
+
+enum {
+    PAIR = 2, /* blocks of a cluster */
+    COLUMNS = MOE_CODES,
+    THREADS = WG * (WG_CONSUMERS + 2),
+    CONSUMERS = WG_CONSUMERS * WG / 32, /* warps */
+};
+
+template <enum kern_wfmt F> struct codes_shape {
+    enum {
+        TURNED = F == KERN_W_MXFP4,
+        TURNERS = TURNED ? WG / 32 : 1, /* warps */
+        X_BYTES = COLUMNS * 128,
+        A_BYTES = WG_M * 128,
+        SCALES_AT = X_BYTES + A_BYTES,
+        W_AT = SCALES_AT + COLUMNS * 2, /* fp8: scales of its rows' blocks */
+        STAGE = (W_AT + 16 + 1023) / 1024 * 1024,
+        S = 4,
+        /* What is to be turned. */
+        CODES = moe_format<F>::CODES,
+        AHEAD = 4, /* stages that 16 bytes of a row's scales are for */
+        RAW = TURNED ? WG_M * (CODES + 16) : 0,
+        R = TURNED ? 3 : 1,
+        BYTES = S * STAGE + R * RAW + 1024,
+        /* Registers of a thread that multiplies, turns, fetches: 512 of four. */
+        MULTIPLIES = TURNED ? 208 : 224,
+        TURNS = TURNED ? 56 : 32,
+        FETCHES = 512 - 2 * MULTIPLIES - TURNS,
+    };
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+using tell = struct wg_tell<COLUMNS>;
+
+/* ------------------------------------------------------------------ producers */
+
+/* x, which both blocks of the cluster get, and what goes to consumers as it is. */
+template <enum kern_wfmt F>
+static __device__ __forceinline__ void fetch_x(const struct moe_product &p,
+                                               const struct wg_maps &maps, struct wg_ring r,
+                                               const struct wg_items &items)
+{
+    using S = codes_shape<F>;
+    const int n_kb = p.kp / 128;
+    for (int at = items.at; at < items.n; at += items.step) {
+        const struct moe_tile tile = p.plan.tiles[at / items.parts];
+        if (tile.n == 0) break;
+        const int part = wg_part(items, at), eights = (tile.n + 7) / 8,
+                  scale_bytes = (tile.n + 15) / 16 * 32;
+        const int half = (eights + 1) / 2, first = items.rank ? half * 8 : 0,
+                  bytes = (items.rank ? eights - half : half) * 1024;
+        for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(&r)) {
+            uint8_t *to = r.at + r.slot * S::STAGE;
+            uint64_t *full = r.full + r.slot;
+            bar_wait(r.empty + r.slot, r.phase ^ 1);
+            bar_expect(full, eights * 1024 + scale_bytes + (S::TURNED ? 0 : (int)S::A_BYTES));
+            if (bytes > 0)
+                bulk_load_to(to + first * 128,
+                             p.image + ((int64_t)kb * p.plan.room + tile.first + first) * 128,
+                             bytes, full, (1 << PAIR) - 1);
+            bulk_load(to + S::SCALES_AT, p.image_scale + (int64_t)kb * p.plan.room + tile.first,
+                      scale_bytes, full);
+            if constexpr (!S::TURNED) {
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+                    stack_load(to + S::X_BYTES + i * 64 * S::CODES, &maps.codes[p.up ? i : 0], full,
+                               kb * S::CODES, p.up ? part * 64 : part * WG_M + i * 64, tile.expert);
+            }
+        }
+    }
+}
+
+/* What is to be turned: mxfp4. */
+static __device__ __forceinline__ void fetch_codes(const struct moe_product &p,
+                                                   const struct wg_maps &maps, struct wg_ring r,
+                                                   const struct wg_items &items)
+{
+    using S = codes_shape<KERN_W_MXFP4>;
+    const int n_kb = p.kp / 128;
+    for (int at = items.at; at < items.n; at += items.step) {
+        const struct moe_tile tile = p.plan.tiles[at / items.parts];
+        if (tile.n == 0) break;
+        const int part = wg_part(items, at);
+        for (int kb = 0; kb < n_kb; kb++, wg_next<S::R>(&r)) {
+            uint8_t *to = r.at + r.slot * S::RAW;
+            uint64_t *full = r.full + r.slot;
+            const bool scales = kb % S::AHEAD == 0;
+            bar_wait(r.empty + r.slot, r.phase ^ 1);
+            bar_expect(full, WG_M * (S::CODES + (scales ? 16 : 0)));
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const int row = p.up ? part * 64 : part * WG_M + i * 64;
+                stack_load(to + i * 64 * S::CODES, &maps.codes[p.up ? i : 0], full, kb * S::CODES,
+                           row, tile.expert);
+                if (scales)
+                    stack_load(to + WG_M * S::CODES + i * 64 * 16, &maps.scales[p.up ? i : 0], full,
+                               kb * 4, row, tile.expert);
+            }
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ what turns */
+
+/* Operands lie by warps of consumers and instructions: the 16 bytes of each of a warp's threads
+ * side by side. A thread here has the rows and the 32 k of the thread that will multiply with them.
+ */
+static __device__ __forceinline__ void turn_codes(const struct moe_product &p, struct wg_ring r,
+                                                  struct wg_ring raw, struct wg_told t,
+                                                  const tell *told, const struct wg_items &items)
+{
+    using S = codes_shape<KERN_W_MXFP4>;
+    enum { EACH = CONSUMERS / S::TURNERS };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % WG / 32 * EACH, n_kb = p.kp / 128;
+    const uint32_t c = lane % 4, scales_at = c | (c + 4) << 4;
+    int place[EACH][2];
+#pragma unroll
+    for (int i = 0; i < EACH * 2; i++) place[i / 2][i % 2] = wg_place(p.up, warp + i / 2, i % 2);
+    for (int at = items.at; at < items.n; at += items.step) {
+        const tell &now = told[t.slot];
+        bar_wait(t.there + t.slot, t.phase);
+        __syncwarp();
+        if (wg_uniform(now.tile.n) == 0) break;
+        uint2 tables[EACH][2];
+        uint32_t scales[EACH][2];
+#pragma unroll
+        for (int i = 0; i < EACH * 2; i++)
+            tables[i / 2][i % 2] = dev_mxfp4_table(now.top[place[i / 2][i % 2]]);
+        wg_release(t.read + t.slot);
+        t.slot ^= 1, t.phase ^= t.slot ^ 1;
+        for (int kb = 0; kb < n_kb; kb++) {
+            const uint8_t *from = raw.at + raw.slot * S::RAW;
+            uint4 v[EACH][2];
+            bar_wait(raw.full + raw.slot, raw.phase);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < EACH * 2; i++)
+                v[i / 2][i % 2] = *(const uint4 *)(from + place[i / 2][i % 2] * S::CODES + c * 16);
+            if (kb % S::AHEAD == 0) {
+#pragma unroll
+                for (int i = 0; i < EACH * 2; i++) {
+                    const uint4 s =
+                        *(const uint4 *)(from + WG_M * S::CODES + place[i / 2][i % 2] * 16);
+                    scales[i / 2][i % 2] = __byte_perm(__byte_perm(s.x, s.y, scales_at),
+                                                       __byte_perm(s.z, s.w, scales_at), 0x5410);
+                }
+            }
+            uint4 *to = (uint4 *)(r.at + r.slot * S::STAGE + S::X_BYTES) + warp * 128 + lane;
+            bar_wait(r.empty + r.slot, r.phase ^ 1);
+            __syncwarp();
+#pragma unroll
+            for (int e = 0; e < EACH; e++) {
+                uint2 table[2];
+#pragma unroll
+                for (int m = 0; m < 2; m++) {
+                    table[m] = dev_mxfp4_table_at(tables[e][m], scales[e][m] & 255);
+                    scales[e][m] >>= 8;
+                }
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    uint4 a;
+                    dev_e2m1x8_e4m3(wg_word(v[e][0], i), table[0], &a.x, &a.z);
+                    dev_e2m1x8_e4m3(wg_word(v[e][1], i), table[1], &a.y, &a.w);
+                    to[e * 128 + i * 32] = a;
+                }
+            }
+            wg_release(r.full + r.slot);
+            wg_next<S::S>(&r);
+            wg_release(raw.empty + raw.slot); /* what was loaded has been used */
+            wg_next<S::R>(&raw);
+        }
+    }
+}
+
+/* Of fp8, by one warp: the scales of the rows that consumer threads have. */
+static __device__ __forceinline__ void find_scales(const struct moe_product &p, struct wg_ring r,
+                                                   const struct wg_items &items)
+{
+    using S = codes_shape<KERN_W_FP8>;
+    const int m = threadIdx.x % 2, n_kb = p.kp / 128;
+    for (int at = items.at; at < items.n; at += items.step) {
+        const struct moe_tile tile = p.plan.tiles[at / items.parts];
+        if (tile.n == 0) break;
+        const int row = wg_part(items, at) * (p.up ? 64 : WG_M),
+                  there = row < p.rows ? row : p.rows - 1;
+        const uint8_t *scale =
+            (p.up && m ? p.b.w : p.a.w)[tile.expert].scale + there / 128 * p.a.scale_bytes;
+        float w = moe_block_scale(p.a, scale, 0, 0);
+        for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(&r)) {
+            bar_wait(r.empty + r.slot, r.phase ^ 1);
+            __syncwarp();
+            if (threadIdx.x % 32 < 2) ((float *)(r.at + r.slot * S::STAGE + S::W_AT))[m] = w;
+            wg_release(r.full + r.slot);
+            w = moe_block_scale(p.a, scale, 0, kb + 1 < n_kb ? kb + 1 : kb);
+        }
+    }
+}
+
+/* ------------------------------------------------------------------ consumers */
+
+/* This warp is done with a slot of the ring, in which both blocks put x. */
+static __device__ __forceinline__ void release(uint64_t *empty)
+{
+    bar_arrive(empty);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bar_arrive_at(empty, cluster_rank() ^ 1);
+}
+
+/* A stage's operands and, of fp8, scales of this thread's rows, which lie at `at`. */
+template <enum kern_wfmt F>
+static __device__ __forceinline__ void load(const uint8_t *stage, const int (&at)[2],
+                                            uint32_t (&a)[4][4], float (&w)[2])
+{
+    using S = codes_shape<F>;
+    const uint8_t *from = stage + S::X_BYTES;
+    if constexpr (F == KERN_W_MXFP4) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const uint4 v = *(const uint4 *)(from + at[0] + i * 512);
+            a[i][0] = v.x, a[i][1] = v.y, a[i][2] = v.z, a[i][3] = v.w;
+        }
+    } else { /* in the copy engine's swizzle */
+        const float2 two = *(const float2 *)(stage + S::W_AT);
+        w[0] = two.x, w[1] = two.y;
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const uint4 v[2] = {*(const uint4 *)(from + at[m]),
+                                *(const uint4 *)(from + (at[m] ^ 16))};
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[i][m] = wg_word(v[i / 2], i % 2 * 2),
+                a[i][2 + m] = wg_word(v[i / 2], i % 2 * 2 + 1);
+        }
+    }
+}
+
+/* All stages of two times W columns. */
+template <enum kern_wfmt F, int W>
+static __device__ __forceinline__ void multiply(int n_kb, struct wg_ring *r, const int (&at)[2],
+                                                float (&total)[WG_SUMS(COLUMNS)])
+{
+    using S = codes_shape<F>;
+    uint32_t a[4][4];
+    float sum[W / 2], next[2] = {1.0f, 1.0f};
+    bar_wait(r->full + r->slot, r->phase);
+    __syncwarp(); /* whole warps go on */
+    load<F>(r->at + r->slot * S::STAGE, at, a, next);
+    for (int kb = 0; kb < n_kb; kb++) {
+        const uint8_t *stage = r->at + r->slot * S::STAGE;
+        uint64_t *empty = r->empty + r->slot;
+        const uint64_t b = wgmma_rows(stage);
+        const float w[2] = {next[0], next[1]};
+        wg_next<S::S>(r);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            uint32_t x[W / 8];
+            wg_times<W>(a, b + i * W * 8, sum);
+            wg_x_scales<W>((const uint16_t *)(stage + S::SCALES_AT), i * W, x);
+            if (i == 1 && kb + 1 < n_kb) bar_wait(r->full + r->slot, r->phase);
+            wgmma_wait<0>();
+            wgmma_pin(sum);
+            __syncwarp();
+            /* Shared memory answers late while wgmma reads there: ahead of the additions. */
+            if (i == 1 && kb + 1 < n_kb) load<F>(r->at + r->slot * S::STAGE, at, a, next);
+            wg_add<F, W>(sum, x, w, i * W, total);
+        }
+        release(empty);
+    }
+}
+
+template <enum kern_wfmt F>
+static __device__ __forceinline__ void consume(const struct moe_product &p, struct wg_ring r,
+                                               struct wg_told t, const tell *told,
+                                               const struct wg_items &items, int group, uint4 *tmp)
+{
+    const int lane = threadIdx.x % 32, n_kb = p.kp / 128;
+    for (int i = items.at; i < items.n; i += items.step) {
+        const tell &now = told[t.slot];
+        bar_wait(t.there + t.slot, t.phase);
+        __syncwarp();
+        const int n = wg_uniform(now.tile.n);
+        if (n == 0) break;
+        int place[2], at[2];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            place[m] = wg_place(p.up, threadIdx.x / 32, m);
+            at[m] = F == KERN_W_MXFP4 ? threadIdx.x / 32 * 2048 + lane * 16
+                                      : place[m] * 128 + (lane % 4 * 2 ^ lane / 4) * 16;
+        }
+        float total[WG_SUMS(COLUMNS)];
+#pragma unroll
+        for (int s = 0; s < WG_SUMS(COLUMNS); s++) total[s] = 0.0f;
+        switch ((n + 15) / 16) {
+#define MULTIPLY(i)                                                                                \
+    case i: multiply<F, (i)*8>(n_kb, &r, at, total); break;
+            MULTIPLY(1)
+            MULTIPLY(2)
+            MULTIPLY(3)
+            MULTIPLY(4)
+            MULTIPLY(5)
+            MULTIPLY(6)
+            MULTIPLY(7)
+            MULTIPLY(8)
+            MULTIPLY(9)
+            MULTIPLY(10)
+            MULTIPLY(11)
+            MULTIPLY(12)
+            MULTIPLY(13)
+            MULTIPLY(14)
+#undef MULTIPLY
+        }
+        static_assert((int)COLUMNS == 14 * 16, "the widest of above");
+        const int part = wg_part(items, i);
+        if (p.up)
+            wg_store<true, COLUMNS, true>(p, now, part, group, place, tmp, total);
+        else
+            wg_store<true, COLUMNS, false>(p, now, part, group, place, tmp, total);
+        wg_release(t.read + t.slot);
+        t.slot ^= 1, t.phase ^= t.slot ^ 1;
+    }
+}
+
+template <enum kern_wfmt F>
+static __global__ void __launch_bounds__(THREADS, 1)
+    codes_kernel(const __grid_constant__ struct moe_product p,
+                 const __grid_constant__ struct wg_maps maps, int row_pairs)
+{
+    using S = codes_shape<F>;
+    extern __shared__ __align__(16) uint8_t shared[];
+    __shared__ uint64_t full[S::S], empty[S::S], raw_full[S::R], raw_empty[S::R], there[2], read[2];
+    __shared__ __align__(16) uint4 tmp[CONSUMERS * 32];
+    __shared__ __align__(16) tell told[2];
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < S::S; i++) {
+            bar_init(full + i, 1 + S::TURNERS * 32);
+            bar_init(empty + i, CONSUMERS * (32 + 1));
+        }
+        for (int i = 0; i < S::R; i++) {
+            bar_init(raw_full + i, 1);
+            bar_init(raw_empty + i, S::TURNERS * 32);
+        }
+        for (int i = 0; i < 2; i++) {
+            bar_init(there + i, 32);
+            bar_init(read + i, (CONSUMERS + (S::TURNED ? (int)S::TURNERS : 0)) * 32);
+        }
+        bar_init_done();
+    }
+    cluster_meet();
+    struct wg_ring r = {shared, full, empty, 0, 0};
+    r.at += (1024 - dev_shared(shared) % 1024) % 1024;
+    const struct wg_ring raw = {r.at + S::S * S::STAGE, raw_full, raw_empty, 0, 0};
+    const struct wg_told t = {there, read, 0, 0};
+    const struct wg_items items = {(int)blockIdx.x / PAIR,
+                                   (int)gridDim.x / PAIR,
+                                   p.plan.max_tiles * row_pairs,
+                                   row_pairs,
+                                   PAIR,
+                                   cluster_rank()};
+    const int group = wg_uniform((int)threadIdx.x / WG);
+    if (group < WG_CONSUMERS) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
+        consume<F>(p, r, t, told, items, group, tmp + threadIdx.x / 32 * 32);
+    } else if (group == WG_CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::TURNS));
+        if constexpr (S::TURNED)
+            turn_codes(p, r, raw, t, told, items);
+        else if (wg_uniform((int)threadIdx.x / 32) == CONSUMERS)
+            find_scales(p, r, items);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::FETCHES));
+        const int warp = wg_uniform((int)threadIdx.x % WG / 32);
+        if (warp == 0 && threadIdx.x % 32 == 0) fetch_x<F>(p, maps, r, items);
+        if (S::TURNED && warp == 1 && threadIdx.x % 32 == 0) fetch_codes(p, maps, raw, items);
+        if (warp == 2) wg_look_up<F, true, COLUMNS>(p, t, told, items);
+        __syncwarp();
+    }
+    cluster_meet(); /* a block must be there while the other one writes to it */
+}
+#else
+template <enum kern_wfmt F>
+static __global__ void codes_kernel(const __grid_constant__ struct moe_product p,
+                                    const __grid_constant__ struct wg_maps maps, int row_pairs)
+{
+}
+#endif
+
+template <enum kern_wfmt F> static int launch(struct kern_stream *s, const struct moe_product *p)
+{
+    using S = codes_shape<F>;
+    struct wg_maps maps;
+    if (!wg_describe(&maps, p, S::CODES, S::TURNED)) return TOW_EDEVICE;
+    const int row_pairs = (int)cuda_ceil(p->rows, PAIR * (p->up ? 64 : WG_M));
+    const int64_t items = (int64_t)p->plan.max_tiles * row_pairs, most = s->n_sm / PAIR;
+    if (items > INT32_MAX / 2) return TOW_EINVAL;
+    CUDA_SHARED(codes_kernel<F>, S::BYTES);
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = PAIR;
+    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t c = {};
+    c.gridDim = dim3((unsigned)(items < most ? items : most) * PAIR);
+    c.blockDim = dim3(THREADS);
+    c.dynamicSmemBytes = S::BYTES;
+    c.stream = s->cu;
+    c.attrs = &cluster;
+    c.numAttrs = 1;
+    cudaLaunchKernelEx(&c, codes_kernel<F>, *p, maps, row_pairs);
+    return cuda_done(s, "moe");
+}
+
+int moe_product_codes(struct kern_stream *s, const struct moe_product *p)
+{
+    switch (p->a.fmt) {
+    case KERN_W_MXFP4: return launch<KERN_W_MXFP4>(s, p);
+    case KERN_W_FP8: return launch<KERN_W_FP8>(s, p);
+    default: return TOW_EINVAL;
+    }
+}
