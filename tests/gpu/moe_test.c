@@ -594,6 +594,9 @@ int main(int argc, char **argv)
         {"mxfp4 numbers", KERN_W_MXFP4, KERN_AQ_A128, 64, 1, 1024, 512, 600, false, true, 0},
         {"mxfp4 numbers, deep", KERN_W_MXFP4, KERN_AQ_A128, 32, 1, 4096, 2048, 100, false, true, 0},
         {"fp8 numbers", KERN_W_FP8, KERN_AQ_A128, 64, 1, 1024, 512, 600, false, true, 0},
+        /* Tiles of every number of pairs; of fp8 also an odd number of rows of them. */
+        {"mxfp4 tiles", KERN_W_MXFP4, KERN_AQ_A128, 2, 1, 1024, 512, 600, false, true, 0},
+        {"fp8 tiles", KERN_W_FP8, KERN_AQ_A128, 2, 1, 1152, 384, 600, false, true, 0},
     };
     enum {
         N = sizeof shapes / sizeof *shapes,
