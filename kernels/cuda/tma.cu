@@ -56,6 +56,22 @@ bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t 
     return describe(map, base, n_rows, width, ld, n, step, rows, bytes);
 }
 
+bool cuda_parts_map(CUtensorMap *map, const void *base, int64_t n_rows, int parts, int64_t width,
+                    int rows, int bytes)
+{
+    const encode_fn encode = driver_encode();
+    const cuuint64_t blocks = (cuuint64_t)(width / TILE_BYTES), ld = (cuuint64_t)(parts * width);
+    const cuuint64_t dims[4] = {TILE_BYTES, (cuuint64_t)n_rows, blocks, (cuuint64_t)parts};
+    const cuuint64_t strides[3] = {ld, TILE_BYTES, (cuuint64_t)width};
+    const cuuint32_t box[4] = {TILE_BYTES, (cuuint32_t)rows, (cuuint32_t)(bytes / TILE_BYTES),
+                               (cuuint32_t)parts};
+    const cuuint32_t steps[4] = {1, 1, 1, 1};
+    return encode && encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, (void *)base, dims, strides, box,
+                            steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
 bool cuda_store_map(CUtensorMap *map, const void *y, int64_t n_rows, int groups, int64_t width,
                     int64_t ld, int rows)
 {

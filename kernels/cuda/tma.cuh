@@ -30,6 +30,12 @@ bool cuda_half_tile_map(CUtensorMap *map, const void *base, int64_t n_rows, int6
 bool cuda_stack_map(CUtensorMap *map, const void *base, int64_t n_rows, int64_t width, int64_t ld,
                     int64_t n, int64_t step, int rows, int bytes);
 
+/* Rows of `parts` parts, each `width` bytes: in tiles of `bytes` (a multiple of 128, as width) of
+ * each part of a row, which lie as tiles of 128 one after the other, part by part. For
+ * parts_load() and parts_store(); nothing is written beyond the last row. */
+bool cuda_parts_map(CUtensorMap *map, const void *base, int64_t n_rows, int parts, int64_t width,
+                    int rows, int bytes);
+
 /* Results, bf16 [n_rows, groups, width] with rows ld elements apart, which leave by tile_store() in
  * tiles of `rows` x 64 swizzled as above; what is beyond the last row or the width is not written.
  * False too where the copy engine cannot: y and its rows must be 16-byte aligned, and groups. */
@@ -83,16 +89,9 @@ static __device__ __forceinline__ void bar_wait(uint64_t *bar, int parity)
                  "r"(parity)
                  : "memory");
 }
-/* The same where blocks of the cluster wrote what it is about. */
-static __device__ __forceinline__ void bar_wait_cluster(uint64_t *bar, int parity)
-{
-    asm volatile("{ .reg .pred p; wait: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 "
-                 "p, [%0], %1; @p bra done; bra wait; done: }" ::"r"(dev_shared(bar)),
-                 "r"(parity)
-                 : "memory");
-}
 /* Stores to a block of the cluster, counted in bytes by its barrier; both as dev_shared_of() has
- * them. */
+ * them. There bar_wait() is enough, as for tile_load_to(): to wait with the scope of the cluster
+ * means to forget the first-level cache, and brings nothing to shared memory. */
 static __device__ __forceinline__ void put_at(uint32_t to, uint32_t bar, float v)
 {
     asm volatile(
@@ -144,6 +143,15 @@ static __device__ __forceinline__ void stack_load(void *to, const CUtensorMap *m
                  "l"(map), "r"(at), "r"(row), "r"(i), "r"(dev_shared(bar))
                  : "memory");
 }
+/* From byte `at` of each part of row `row` on; both multiples of 128. */
+static __device__ __forceinline__ void parts_load(void *to, const CUtensorMap *map, uint64_t *bar,
+                                                  int32_t at, int32_t row)
+{
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%2, %3, %4, %2}], [%5];" ::"r"(dev_shared(to)),
+                 "l"(map), "r"(0), "r"(row), "r"(at / TILE_BYTES), "r"(dev_shared(bar))
+                 : "memory");
+}
 /* Plain bytes, both ends and `bytes` multiples of 16. */
 static __device__ __forceinline__ void bulk_load(void *to, const void *from, int bytes,
                                                  uint64_t *bar)
@@ -171,6 +179,15 @@ static __device__ __forceinline__ void tile_store(const CUtensorMap *map, const 
     asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group "
                  "[%0, {%1, %2, %3}], [%4];" ::"l"(map),
                  "r"(at), "r"(group), "r"(row), "r"(dev_shared(from))
+                 : "memory");
+}
+/* The same from where parts_load() puts a tile back to where it finds it. */
+static __device__ __forceinline__ void parts_store(const CUtensorMap *map, const void *from,
+                                                   int32_t at, int32_t row)
+{
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group "
+                 "[%0, {%1, %2, %3, %1}], [%4];" ::"l"(map),
+                 "r"(0), "r"(row), "r"(at / TILE_BYTES), "r"(dev_shared(from))
                  : "memory");
 }
 static __device__ __forceinline__ void tile_store_commit(void)

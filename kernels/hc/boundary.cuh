@@ -19,10 +19,17 @@ enum {
  * T. */
 bool cuda_hc_boundary(struct kern_stream *s, const struct kern_hc_boundary *p);
 
+/* dev_pack2() as one word from the start: what unpacks it again would else put halves together. */
+static __device__ __forceinline__ uint32_t word_of(float lo, float hi)
+{
+    uint32_t u;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(u) : "f"(hi), "f"(lo));
+    return u;
+}
 /* Takes the bf16 nearest to two values out of them: what is left is exact. */
 static __device__ __forceinline__ uint32_t split2(float *x, float *y)
 {
-    const uint32_t u = dev_pack2(*x, *y);
+    const uint32_t u = word_of(*x, *y);
     *x -= __uint_as_float(u << 16);
     *y -= __uint_as_float(u & 0xffff0000u);
     return u;
@@ -41,7 +48,8 @@ static __device__ __forceinline__ uint4 collapse8(const uint4 h[STREAMS], const 
 #pragma unroll
         for (int i = 0; i < VEC; i++) s[i] = fmaf(pre[j], f[i], s[i]);
     }
-    return dev_pack8(s);
+    return make_uint4(word_of(s[0], s[1]), word_of(s[2], s[3]), word_of(s[4], s[5]),
+                      word_of(s[6], s[7]));
 }
 static __device__ __forceinline__ float add_squares(uint4 v, float s)
 {

@@ -11,9 +11,6 @@ int kern_hc_collapse_cuda(struct kern_stream *s, const struct kern_hc_collapse *
 int kern_rmsnorm_cuda(struct kern_stream *s, const struct kern_rmsnorm *p);
 }
 
-/* About where a round of tiles of sixteen takes as long as one tile of 64. */
-enum { FEW_ROWS = 128 };
-
 int cuda_hc_clusters(struct kern_stream *s, const void *kernel, unsigned threads, size_t shared,
                      struct cuda_clusters *found)
 {
@@ -50,7 +47,7 @@ bool cuda_hc_boundary(struct kern_stream *s, const struct kern_hc_boundary *p)
         !cuda_aligned16(p->fn.data) || p->fn.row_bytes % 16 != 0 || !cuda_aligned16(p->post) ||
         !cuda_aligned16(p->comb))
         return false;
-    return p->T <= FEW_ROWS ? cuda_hc_boundary_few(s, p) : cuda_hc_boundary_many(s, p);
+    return cuda_hc_boundary_few(s, p) || cuda_hc_boundary_many(s, p);
 }
 
 extern "C" int kern_hc_boundary_cuda(struct kern_stream *s, const struct kern_hc_boundary *p)

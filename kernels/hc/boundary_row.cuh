@@ -4,20 +4,23 @@
  * Shares   The sixteen blocks of threads of a cluster divide a row's columns: each has 256 of every
  *          stream, and the weights of fn that belong to them. Eight neighbouring columns are a
  *          piece, four pieces a step, four steps a half.
+ * Tile     Sixteen rows, one to each of sixteen warps, whose lanes have a piece each.
  * Mixes    An f32 weight is read as the sum of two bf16, which is off by 2^-18 of it at most (a
  *          third would make it exact, and take room that there is not; tf32 is off by 2^-12). The
  *          products of a step - 32 columns of four streams, 128 k - are summed by the matrix unit,
- *          those with the larger parts and with the smaller ones apart, rows on the M side. Of
- *          stream j, instruction i of two has in thread c of a quad the columns 8 c + 4 i + {0, 1}
- *          of the step in slots 2 c, 2 c + 1, and + {2, 3} in slots 2 c + 8, 2 c + 9: so a thread
- *          reads a piece.
- * Sums     Mixes: the two parts; steps of a half, one after the other; halves; blocks. Squares: a
- *          piece, one after the other; then trees over steps, pieces of a step, halves
- *          (dev_pieces_sum), blocks. So rmsnorm does with x.
+ *          those with the larger parts and with the smaller ones apart, by a warp each, which keeps
+ *          its weights in registers; rows on the M side. Of each stream there are two instructions
+ *          of sixteen columns in their order.
+ * Squares  of the streams: each row times itself, in the same way, of which only the diagonal is
+ *          of use: the warp of the larger parts has the first eight rows, the other the rest.
+ * Sums     Mixes and squares: the two parts; steps of a half, one after the other; halves; blocks,
+ *          neighbours first. Squares of x: a piece, one after the other; then trees over steps,
+ *          pieces of a step, halves (dev_pieces_sum), blocks, far ones first. So rmsnorm does.
  */
 #ifndef KERN_HC_BOUNDARY_ROW_CUH
 #define KERN_HC_BOUNDARY_ROW_CUH
 
+#include "kernels/cuda/mma.cuh"
 #include "kernels/cuda/tma.cuh"
 #include "kernels/hc/boundary.cuh"
 
@@ -32,9 +35,24 @@ enum {
     STEPS = 4,
     STEP = COLUMNS / HALVES / STEPS, /* columns */
     PARTS = 2,                       /* bf16 of a weight */
-    SENT = STREAMS + 1               /* sums that every block needs: mixes of pre, squares */
+    SUMS = MIXES + 1,                /* of a row: mixes, squares */
+    TILES = MIXES / 8,               /* of eight mixes */
+    ROWS = 16,                       /* of a tile */
+    WARPS = ROWS
 };
-static_assert(STEP == 4 * VEC, "a thread of a quad has a piece");
+static_assert(STEP == 4 * VEC && COLUMNS == 32 * VEC, "shares of threads and lanes");
+static_assert(WARPS == PARTS * HALVES * STEPS && WARPS == BLOCKS, "shares of warps");
+
+/* The block's share of fn, as it is in memory, f32 or bf16: rows of streams. The gap: two columns
+ * of four rows lie in all banks. */
+struct weight_rows {
+    uint8_t of[MIXES][STREAMS * COLUMNS * 4 + 32];
+};
+/* Of a warp's step and part: products with the mixes' weights; squares of half of the rows. */
+struct products {
+    float mixes[ROWS][MIXES];
+    float squares[ROWS];
+};
 
 /* The kernels; the arguments are as cuda_hc_boundary() wants them. False: not on this device. */
 bool cuda_hc_boundary_few(struct kern_stream *s, const struct kern_hc_boundary *p);
@@ -91,7 +109,7 @@ static __device__ __forceinline__ void expand2(const float4 &post, const float4 
             const float c[STREAMS] = {comb[j].x, comb[j].y, comb[j].z, comb[j].w};
             s0 = fmaf(c[k], f[j][0], s0), s1 = fmaf(c[k], f[j][1], s1);
         }
-        v[k] = dev_pack2(s0, s1);
+        v[k] = word_of(s0, s1);
     }
 }
 /* A piece of four streams. */
@@ -129,26 +147,134 @@ static __device__ __forceinline__ uint4 norm8(uint4 x, const float4 &a, const fl
     return dev_pack8(f);
 }
 
-/* Four bf16. */
-static __device__ __forceinline__ float4 widen4(uint2 v)
+/* ------------------------------------------------------------------ mixes */
+
+/* By the first threads, each a row's share of a stream; in[j] counts stream j. */
+static __device__ __forceinline__ void fetch_weights(const struct kern_weight &fn, int rank,
+                                                     struct weight_rows *to, uint64_t in[STREAMS])
 {
-    return make_float4(__uint_as_float(v.x << 16), __uint_as_float(v.x & 0xffff0000u),
-                       __uint_as_float(v.y << 16), __uint_as_float(v.y & 0xffff0000u));
+    const int size = COLUMNS * (fn.fmt == KERN_W_F32 ? 4 : 2);
+    const int n = threadIdx.x % MIXES, j = threadIdx.x / MIXES;
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) bar_expect(&in[k], fn.n * size);
+    }
+    if (j < STREAMS && n < fn.n)
+        bulk_load(to->of[n] + j * size,
+                  (const uint8_t *)fn.data + n * fn.row_bytes + (int64_t)(j * BLOCKS + rank) * size,
+                  size, &in[j]);
 }
 
-/* The sum over blocks by lanes 0..15 and 16..31, which hold the same, or by eight lanes that hold
- * the sum of blocks b and b + 8. */
-template <int LANES> static __device__ __forceinline__ float sum_of_blocks(float v)
+/* Weights of a step, one of their parts, as second operands: of stream j, instruction i, tile n. */
+struct weights {
+    uint32_t w[STREAMS][2][TILES][2];
+};
+template <bool F32>
+static __device__ __forceinline__ void split_weights(const struct weight_rows *from, int32_t rows,
+                                                     int step, int part, int lane,
+                                                     uint64_t in[STREAMS], struct weights *to)
 {
+    const int g = lane / 4, column = step * STEP + 2 * (lane % 4);
 #pragma unroll
-    for (int m = LANES / 2; m; m >>= 1) v += __shfl_xor_sync(0xffffffffu, v, m);
-    return v;
+    for (int j = 0; j < STREAMS; j++) {
+        bar_wait(&in[j], 0);
+#pragma unroll
+        for (int n = 0; n < TILES; n++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int at = j * COLUMNS + column + 8 * i;
+                const uint8_t *const row = from->of[8 * n + g];
+                const uint32_t pair = F32 ? 0 : *(const uint32_t *)(row + 2 * at);
+                float2 u = F32 ? *(const float2 *)(row + 4 * at)
+                               : make_float2(__uint_as_float(pair << 16),
+                                             __uint_as_float(pair & 0xffff0000u));
+                if (8 * n + g >= rows) u = make_float2(0.0f, 0.0f);
+                const uint32_t larger = split2(&u.x, &u.y);
+                to->w[j][i / 2][n][i % 2] = part ? split2(&u.x, &u.y) : larger;
+            }
+    }
 }
-/* The same where a lane has every second block, and lane ^ 16 the others. */
-static __device__ __forceinline__ float sum_of_every_second(const float v[BLOCKS / 2])
+/* The warp's. */
+static __device__ __forceinline__ void split_weights(const struct kern_weight &fn,
+                                                     const struct weight_rows *from, int warp,
+                                                     int lane, uint64_t in[STREAMS],
+                                                     struct weights *to)
 {
-    const float s = ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-    return s + __shfl_xor_sync(0xffffffffu, s, 16);
+    if (fn.fmt == KERN_W_F32)
+        split_weights<true>(from, fn.n, warp / PARTS, warp % PARTS, lane, in, to);
+    else
+        split_weights<false>(from, fn.n, warp / PARTS, warp % PARTS, lane, in, to);
+}
+
+/* The products of a warp. row(j, piece): where the lane's row, lane % 16, has its `piece`-th eight
+ * columns of the step in stream j. */
+template <typename R>
+static __device__ __forceinline__ void multiply(const struct weights &w, int part, int lane,
+                                                const R &row, struct products *to)
+{
+    const int g = lane / 4, c = lane % 4;
+    float acc[TILES][4], own[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) acc[n][e] = 0.0f;
+#pragma unroll
+    for (int from = 0; from < STREAMS; from += 2) { /* so many wait for memory together */
+        uint32_t a[4][4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) dev_ldmatrix4(a[k], row(from + k / 2, k % 2 * 2 + lane / 16));
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const uint32_t b[2] = {part ? a[k][1] : a[k][0], part ? a[k][3] : a[k][2]};
+#pragma unroll
+            for (int n = 0; n < TILES; n++) dev_mma(acc[n], a[k], w.w[from + k / 2][k % 2][n]);
+            dev_mma(own, a[k], b);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < TILES; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            *(float2 *)&to->mixes[g + 8 * r][8 * n + 2 * c] =
+                make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
+    const float even = part ? own[2] : own[0], odd = part ? own[3] : own[1];
+    if (c == g / 2) to->squares[g + 8 * part] = g % 2 ? odd : even;
+}
+/* One of the SUMS of a row, by all warps' products. */
+static __device__ __forceinline__ float sum_of_steps(const struct products of[WARPS], int sum,
+                                                     int row)
+{
+    enum { NEXT = sizeof(struct products) / sizeof(float) };
+    const bool mix = sum < MIXES;
+    const float *const v = mix ? &of->mixes[row][sum] : &of[row / 8].squares[row];
+    float half[HALVES];
+#pragma unroll
+    for (int k = 0; k < HALVES; k++)
+#pragma unroll
+        for (int s = 0; s < STEPS; s++) {
+            const int at = (k * STEPS + s) * PARTS * NEXT;
+            const float u = v[at] + (mix ? v[at + NEXT] : 0.0f);
+            half[k] = s > 0 ? half[k] + u : u;
+        }
+    return half[0] + half[1];
+}
+
+/* The sum over blocks of what they sent, 16-byte aligned: neighbours first, or far ones. */
+static __device__ __forceinline__ float sum_of_blocks(const float v[BLOCKS])
+{
+    float sum[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const float4 q = ((const float4 *)v)[k];
+        sum[k] = (q.x + q.y) + (q.z + q.w);
+    }
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+static __device__ __forceinline__ float sum_of_far_blocks(const float v[BLOCKS])
+{
+    const float4 *const q = (const float4 *)v, a = q[0], b = q[1], c = q[2], d = q[3];
+    return (((a.x + c.x) + (b.x + d.x)) + ((a.z + c.z) + (b.z + d.z))) +
+           (((a.y + c.y) + (b.y + d.y)) + ((a.w + c.w) + (b.w + d.w)));
 }
 
 static __device__ __forceinline__ float inverse_rms(float squares, int n, float eps)
@@ -161,21 +287,6 @@ static __device__ __forceinline__ float pre_of(float mix, float rs, float scale,
     return dev_sigmoid(fmaf(mix * rs, scale, base)) + eps;
 }
 
-template <int N> static __device__ __forceinline__ float tree(const float *v)
-{
-    if constexpr (N == 1)
-        return v[0];
-    else
-        return tree<N / 2>(v) + tree<N / 2>(v + N / 2);
-}
-/* Of values by blocks, ld apart. */
-static __device__ __forceinline__ float sum_by_one(const float *of, int ld)
-{
-    float v[BLOCKS];
-#pragma unroll
-    for (int k = 0; k < BLOCKS; k++) v[k] = of[k * ld];
-    return tree<BLOCKS>(v);
-}
 /* What the mixes of a row say about post and comb, as far as lanes can work side by side; by one
  * warp. Lane 4 j + k returns comb[j][k] after the softmax and the first division of columns, lane
  * 16 + k post[k]; mix: the sum of the lane's. */
@@ -200,6 +311,44 @@ static __device__ __forceinline__ float begin_gates(const struct kern_hc_boundar
     if (lane < COMB && p.iters > 0) c *= __fdividef(1.0f, sum + p.hc_eps);
     return c;
 }
+/* 1 / x by the machine's own instruction, within an ulp: sums of comb are neither huge nor tiny. */
+static __device__ __forceinline__ float inverse(float x)
+{
+    float r;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+/* What sinkhorn_rounds() does, as factors of rows and columns: a round is a chain of latencies, and
+ * so it has fewer links. A round that changes no column by more than 2^-21 is the last, for those
+ * after it would change less. */
+static __device__ __forceinline__ void balance(float c[COMB], int32_t iters, float eps)
+{
+    float row[STREAMS], column[STREAMS];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) row[j] = column[j] = 1.0f;
+    bool settled = false;
+#pragma unroll 1
+    for (int32_t it = 1; it < iters && !settled; it++) {
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++) {
+            const float *const v = c + STREAMS * j;
+            const float sum =
+                fmaf(v[1], column[1], v[0] * column[0]) + fmaf(v[3], column[3], v[2] * column[2]);
+            row[j] *= inverse(fmaf(row[j], sum, eps));
+        }
+        settled = true;
+#pragma unroll
+        for (int k = 0; k < STREAMS; k++) {
+            const float sum =
+                fmaf(c[4 + k], row[1], c[k] * row[0]) + fmaf(c[12 + k], row[3], c[8 + k] * row[2]);
+            const float quotient = fmaf(column[k], sum, eps);
+            settled = settled && fabsf(quotient - 1.0f) <= 0x1p-21f; /* no NaN is */
+            column[k] *= inverse(quotient);
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < COMB; k++) c[k] *= row[k / STREAMS] * column[k % STREAMS];
+}
 /* The rest of it for row t, by one thread; kept: what the lanes had. */
 static __device__ __forceinline__ void finish_gates(const struct kern_hc_boundary &p,
                                                     const float *kept, int64_t t)
@@ -207,12 +356,12 @@ static __device__ __forceinline__ void finish_gates(const struct kern_hc_boundar
     float c[COMB];
 #pragma unroll
     for (int k = 0; k < COMB; k++) c[k] = kept[k];
-    sinkhorn_rounds<STREAMS>(c, STREAMS, p.iters, p.hc_eps);
-    float *const post = p.post + t * STREAMS, *const comb = p.comb + t * COMB;
+    balance(c, p.iters, p.hc_eps);
+    *(float4 *)(p.post + t * STREAMS) =
+        make_float4(kept[COMB], kept[COMB + 1], kept[COMB + 2], kept[COMB + 3]);
 #pragma unroll
-    for (int k = 0; k < STREAMS; k++) post[k] = kept[COMB + k];
-#pragma unroll
-    for (int k = 0; k < COMB; k++) comb[k] = c[k];
+    for (int k = 0; k < COMB; k += 4)
+        *(float4 *)(p.comb + t * COMB + k) = make_float4(c[k], c[k + 1], c[k + 2], c[k + 3]);
 }
 
 #endif /* sm_90a */
