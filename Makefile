@@ -124,7 +124,7 @@ help:
 	@echo "format format-check lint    clang-format in place, clang-format as a check, cppcheck"
 	@echo "install           the programs to DESTDIR/PREFIX/bin (PREFIX=/usr/local)"
 	@echo "clean             removes build/"
-	@echo "settings          VARIANT=release|asan|tsan|fuzz WERROR=1 CUDA=0 CC= PREFIX= DESTDIR= FUZZ_SECONDS="
+	@echo "settings          VARIANT=release|asan|tsan|fuzz WERROR=1 CUDA=0 UCX_DIR= CC= PREFIX= DESTDIR= FUZZ_SECONDS="
 
 # What was compiled with other flags is compiled again. (-Werror changes no object.)
 FLAGS_NOW := $(CC) $(filter-out -Werror,$(CFLAGS)) $(if $(CU_SRC),$(NVCC) $(filter-out -Werror all-warnings,$(NVCCFLAGS)))

@@ -19,23 +19,23 @@
 
 #define ARENA_BYTES   ((size_t)1 << 30)
 #define RTR_MAX_TOOLS 512
-/* Values of any kind in one body: a context of a million ids, and 65,536 besides. The tree takes about
- * 100 bytes for each, so --max-body-bytes alone would bound nothing. */
+/* Values of any kind in one body: a context of a million ids, and 65,536 besides. The tree takes
+ * about 100 bytes for each, so --max-body-bytes alone would bound nothing. */
 #define MAX_VALUES ((1u << 20) + (1u << 16))
 /* Keys of all objects: eight for each of 32,768 messages. To find a key that stands twice costs at
  * most 24 MiB while a body is read. */
 #define MAX_KEYS (1u << 18)
 
-/* Characters that change how the text around them is shown: controls, and marks and overrides of the
- * direction. */
+/* Characters that change how the text around them is shown: controls, and marks and overrides of
+ * the direction. */
 static bool is_hidden(uint32_t c)
 {
     return c < 0x20 || (c >= 0x7f && c <= 0x9f) || c == 0x61c || c == 0x200e || c == 0x200f ||
            (c >= 0x2028 && c <= 0x202e) || (c >= 0x2066 && c <= 0x2069);
 }
 
-/* A message holds what a client sent, and is read in terminals and logs. Ends before what has no room
- * and before half a character, which a cut may have left. */
+/* A message holds what a client sent, and is read in terminals and logs. Ends before what has no
+ * room and before half a character, which a cut may have left. */
 static void put_visible(char *out, size_t cap, const char *s)
 {
     const size_t n = strlen(s);
@@ -161,8 +161,8 @@ static int check_model(struct check *c)
     return 0;
 }
 
-/* Of the one way to write an id, so that no two keys mean the same token: no sign, no blank, no 0 in
- * front. -1: not written so. */
+/* Of the one way to write an id, so that no two keys mean the same token: no sign, no blank, no 0
+ * in front. -1: not written so. */
 static int64_t id_of_key(const char *key)
 {
     size_t n = strspn(key, "0123456789");

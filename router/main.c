@@ -396,7 +396,8 @@ static int check_limits(const struct settings *s, struct tow_err *err)
         NET_FILES_OWN + (uint64_t)s->max_connections + RTR_HTTP_TURN_AWAY + NET_CTL_MAX, why, err);
 }
 
-/* --check-config: what start() would refuse, as far as it shows without network; leaves nothing behind. */
+/* --check-config: what start() would refuse, as far as it shows without network; leaves nothing
+ * behind. */
 static int check_all(const struct settings *s, struct tow_err *err)
 {
     int rc = check_limits(s, err);

@@ -44,8 +44,8 @@
 #define RTR_UNANSWERED      2
 #define RTR_UNANSWERED_BUSY 6
 #define RTR_RELINK_MS       30000u
-/* Workers that are turned away are remembered, so that the operator sees them here: so many, and
- * each as long as it keeps knocking. */
+/* Workers that are turned away are remembered, so that the operator sees them at the router: so
+ * many, and each until it has not come for so long. */
 #define RTR_MAX_REFUSED 16
 #define RTR_REFUSED_MS  60000u
 
@@ -111,7 +111,7 @@ struct rtr_refused {
     char name[WIRE_MAX_NAME + 1]; /* as it calls itself */
     enum wire_role role;
     char field[WIRE_MAX_NAME + 1], why[RTR_WHY_BYTES];
-    uint64_t times, last_ms; /* times 0: free */
+    uint64_t times, last_ms; /* times 0: free; last_ms: the last time, as now_ms */
 };
 
 struct rtr_registry {
@@ -171,6 +171,7 @@ bool rtr_registry_fit(const struct rtr_registry *g, uint32_t prefill, uint32_t d
 /* The outcome of a proof; refuted forgets what an earlier one found. */
 void rtr_registry_proved(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                          const struct wire_paired *m);
+/* Refutes a pair without a proof: rtr_registry_fit() was false and set diff. */
 void rtr_registry_unfit(struct rtr_registry *g, uint32_t prefill, uint32_t decode,
                         const struct rtr_join *diff);
 

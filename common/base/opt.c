@@ -387,8 +387,8 @@ static int parse_bool(const char *text)
     return -1;
 }
 
-/* A decimal number as JSON writes one: -12, 0.5, 1e-3. No sign +, no blank, no 0 in front, no hexadecimal:
- * a number has one spelling, and 010 is neither 8 nor 10. */
+/* A decimal number as JSON writes one: -12, 0.5, 1e-3. No sign +, no blank, no 0 in front, no
+ * hexadecimal: a number has one spelling, and 010 is neither 8 nor 10. */
 static bool plain_number(const char *s, bool fraction)
 {
     s += *s == '-';

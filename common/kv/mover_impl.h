@@ -179,7 +179,7 @@ struct mover_fact {
     char field[WIRE_MAX_NAME + 1], value[WIRE_MAX_VALUE + 1];
 };
 
-/* Refused peers whose line is in the log: they greet again and again. */
+/* A refused peer whose line is in the log: it greets again and again. */
 struct mover_told {
     char name[KV_MOVER_NAME_MAX + 1];
     uint64_t hash; /* of the line */

@@ -67,8 +67,7 @@ unsigned net_link_progress(struct net_link *link);
  * there. True: wake_fd is readable. */
 bool net_link_wait(struct net_link *link, int wake_fd, int timeout_ms);
 void net_link_stats(const struct net_link *link, struct net_link_stats *out);
-/* The worker's address, for peers; borrowed until net_link_reopen()
- * or net_link_free(). */
+/* The worker's address, for peers; borrowed until net_link_reopen() or net_link_free(). */
 const void *net_link_address(const struct net_link *link, size_t *bytes);
 
 /* Memory made by UCX, so that peers on this host can map it. Never moves. */

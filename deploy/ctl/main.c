@@ -61,11 +61,12 @@ static int run(int argc, char **argv)
     return help ? CTL_EXIT_GOOD : CTL_EXIT_FAILED;
 }
 
-/* What was asked for has not been said when it could not be written: a full disk, not a full pipe. */
+/* Fails too when the answer did not reach standard output (a full disk): a script that reads the
+ * exit status alone would take it for given. */
 int main(int argc, char **argv)
 {
     struct tow_err err;
-    if (net_stack_check(&err) < 0) { /* before the engine runs out of them */
+    if (net_stack_check(&err) < 0) { /* of which eval and explain need as much as a worker */
         fprintf(stderr, "towpath-ctl: %s\n", err.msg);
         return CTL_EXIT_FAILED;
     }

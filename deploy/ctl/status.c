@@ -230,7 +230,7 @@ static int show(const struct ctl_client *c, bool as_json, bool all, bool *servin
     if (rc == 0 && json_type(workers) != JSON_ARRAY)
         rc = tow_fail(err, TOW_EFORMAT, "%s: GET /admin/workers: %s, not an array", c->url,
                       json_type_name(workers));
-    /* A router of before has no such path. */
+    /* An older router has no such path. */
     if (rc == 0) rc = ctl_client_json(c, "GET", "/admin/refused", 404, &refused, &tells, err);
     const struct json *turned_away = tells == 200 ? refused : NULL;
     if (rc == 0 && as_json) {
