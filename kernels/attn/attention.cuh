@@ -20,17 +20,18 @@ struct attn_job {
 };
 
 /* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and
- * 64 bf16 values; q, kv, o and pages 16-byte aligned. Enqueue; false: the driver refuses to
- * describe the queries. */
+ * 64 bf16 values; q, kv, o and pages 16-byte aligned. The second: for rows so few that two CTAs
+ * for each 64 heads of a row find room at once. Enqueue; false: the driver refuses to describe the
+ * queries. */
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 bool attention_few(struct kern_stream *s, const struct attn_job *j);
 
-/* Stored keys of a batch's sequences in bf16, in scratch: of each sequence its ring by slots, then
- * its entries in their order. */
+/* Stored keys of a batch's sequences in bf16, in scratch of the op: of each sequence its ring by
+ * slots, then its entries in their order. */
 struct attn_wide {
     uint8_t *rows;  /* of 512 values each; NULL: none */
     int32_t *first; /* [n_seqs] a sequence's first row; [n_seqs]: the number of all */
-    int32_t room;   /* where there are more than that, none is there */
+    int32_t room;   /* rows there is room for; where first[n_seqs] is more, none is there */
 };
 /* attention_widen_cuda.cu: keys as above. Enqueues; w->rows is NULL where rows are too few for
  * it. False: no memory. */

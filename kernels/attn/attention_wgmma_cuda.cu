@@ -77,8 +77,8 @@ struct shared {
     uint4 waiting[PRODUCER_WARPS][KEY_CODES / 64 - KEPT][32];
     float sink[CONSUMERS][HEADS];
     struct row row;
-    /* Quarters of a tile, 128 columns: by its producers, warps or threads; by the warps of the group
-     * that sums the columns. */
+    /* Quarters of a tile, 128 columns: by its producers, warps or threads; by the warps of the
+     * group that sums the columns. */
     uint64_t full[2][QUARTERS], empty[2][QUARTERS];
     uint64_t made[2];         /* weights and chain: by the warps of the one that made them */
     uint64_t q_full, q_empty; /* queries and row */

@@ -1,4 +1,5 @@
-/* kernels/cuda/quant.cu - rows of activations quantized and back.
+/* kernels/cuda/quant.cu - rows of activations as products read them: quantized and back, as codes,
+ * in the order of slots, rotated on the way.
  *
  * One warp takes 128 elements of a row, four a lane: a block of A128, or eight of NVFP4, whose
  * sixteen elements lie in a quad. Scale and codes are the CPU's, so are NVFP4's divisions in
@@ -9,8 +10,8 @@
 
 enum { WARPS = 8, SPAN = 128 };
 
-/* Of many rows the last come first: those were made last and may be near, and a product begins with
- * the first, which so are. */
+/* Blocks take the last rows first: those of x were written last and may still be in L2; and the
+ * first rows, with which a product begins, are then what is written last here. */
 static __device__ __forceinline__ uint32_t last_first(void)
 {
     return gridDim.x - 1 - blockIdx.x;
@@ -59,7 +60,7 @@ static __global__ void quant_kernel(struct cuda_quant q, bool by_fours, uint32_t
 
 /* bf16 rows that only change the order of k, or are rotated too: a warp has BATCH groups of 64, one
  * word a lane. */
-template <int BATCH, bool TURNED>
+template <int BATCH, bool ROTATED>
 static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
 {
     cuda_hurry();
@@ -73,8 +74,8 @@ static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
     uint32_t at = first % per_row, t = row, g = 0;
     if (q.groups > 1) t = row / q.groups, g = row % q.groups;
     uint32_t word[BATCH];
-    float2 turn[BATCH];
-    bool there[BATCH], turned[BATCH];
+    float2 cos_sin[BATCH];
+    bool there[BATCH], rotated[BATCH];
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
         const int32_t k = at * 64 + from * 2, of = q.rows && t < (uint32_t)q.T ? q.rows[t] : t;
@@ -83,14 +84,15 @@ static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
         if (there[i] && k < q.K)
             word[i] =
                 *(const uint32_t *)((const uint16_t *)q.x + of * q.ld_x + (int64_t)g * q.K + k);
-        turned[i] = false;
-        if (TURNED) { /* a group lies in the end of a head or before it */
+        rotated[i] = false;
+        if (ROTATED) { /* a group lies in the end of a head or before it */
             const uint32_t part = at % (q.rotation.d / 64),
                            ends = (q.rotation.d - q.rotation.rd) / 64;
-            turned[i] = there[i] && part >= ends;
-            if (turned[i]) {
+            rotated[i] = there[i] && part >= ends;
+            if (rotated[i]) {
                 const int64_t pair = (int64_t)t * (q.rotation.rd / 2) + (part - ends) * 32 + from;
-                turn[i] = make_float2(q.rotation.cos[pair], q.rotation.sign * q.rotation.sin[pair]);
+                cos_sin[i] =
+                    make_float2(q.rotation.cos[pair], q.rotation.sign * q.rotation.sin[pair]);
             }
         }
         if (++at < per_row) continue;
@@ -100,9 +102,9 @@ static __global__ void slots_kernel(struct cuda_quant q, uint32_t per_row)
 #pragma unroll
     for (int i = 0; i < BATCH; i++) {
         if (!there[i]) continue;
-        if (turned[i]) {
+        if (rotated[i]) {
             float v[2] = {kern_float(word[i] << 16), kern_float(word[i] & 0xffff0000u)};
-            dev_rotate2(&v[0], &v[1], turn[i].x, turn[i].y);
+            dev_rotate2(&v[0], &v[1], cos_sin[i].x, cos_sin[i].y);
             const __nv_bfloat162 two = __floats2bfloat162_rn(v[0], v[1]);
             memcpy(&word[i], &two, 4);
         }

@@ -12,11 +12,11 @@
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/numeric.cuh"
 
-/* Rows are heads of d whose last rd values are rotated first; cos and sin [T, rd / 2], or NULL. */
+/* Rows are heads of d whose last rd values are rotated first. */
 struct cuda_rotation {
-    const float *cos, *sin;
+    const float *cos, *sin; /* device [T, rd / 2]; cos NULL: nothing is rotated */
     int32_t d, rd;
-    float sign;
+    float sign; /* of sin: -1 rotates back */
 };
 
 struct cuda_quant {
@@ -32,13 +32,14 @@ struct cuda_quant {
     void *out;                 /* device [T, groups, Kp] */
     int32_t Kp;                /* a multiple of 8, at least K; elements from K on become zero */
     bool wide;                 /* out is f32, else bf16 */
-    bool slots;  /* bf16: each 64 elements in the order of slots that mma.cuh speaks of, so that
-                                * sixteen in a row are what one instruction has; Kp whole groups */
-    void *plain; /* NULL; with slots also as out, but not quantized */
-    struct cuda_rotation rotation; /* what cuda_rotates_on_the_way() allows */
+    /* bf16: each 64 elements in the order of slots that mma.cuh speaks of, so that sixteen in a row
+     * are what one instruction has; Kp whole groups. */
+    bool slots;
+    void *plain; /* NULL, or with slots: gets the same rows as out, not quantized */
+    struct cuda_rotation rotation; /* only where cuda_rotates_on_the_way() */
 };
 void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q);
-/* Rows in slots, of bf16 and not quantized, which are rotated on the way. */
+/* Can r be applied on the way, as q.rotation? Only to bf16 rows in slots, not quantized. */
 bool cuda_rotates_on_the_way(const struct cuda_quant *q, const struct kern_heads_rope *r);
 
 /* A128 as it is, for products of codes: the same codes and scales as above. */

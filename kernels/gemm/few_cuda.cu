@@ -1,6 +1,6 @@
 /* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product,
- * but for what narrow_cuda.cu takes on sm_90a (more than 8 rows of fp8 or bf16 weights; codes);
- * more rows of a narrow product.
+ * but for what turns_cuda.cu and narrow_cuda.cu take on sm_90a (more than 8 rows of fp8 or bf16
+ * weights; codes); more rows of a narrow product.
  *
  * A warp streams 16 weight rows from memory straight into registers, several groups of 64 k ahead,
  * so that enough bytes are under way without a barrier; the other operand is NT times eight columns

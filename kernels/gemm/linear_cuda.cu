@@ -1,8 +1,9 @@
 /* kernels/gemm/linear_cuda.cu - y = quant(x) . Wt on the device.
  *
  * bf16 rows go to the matrix unit: quantized, padded rows are made first where x is not fit to be
- * read as it is, once for all products of an op. What has f32 factors (exact mode; weights that are rounded after scaling) takes a
- * plain kernel: one warp per weight row and eight rows of x, lanes along k.
+ * read as it is, once for all products of an op. What has f32 factors (exact mode; weights that are
+ * rounded after scaling) takes a plain kernel: one warp per weight row and eight rows of x, lanes
+ * along k.
  */
 #include "kernels/cuda/quant.cuh"
 #include "kernels/gemm/product.cuh"

@@ -1,5 +1,6 @@
 /* kernels/gemm/narrow_cuda.cu - up to 128 rows of x times placed fp8 or bf16 weights by wgmma: the
- * decode product of sm_90a, of both kinds.
+ * decode product of sm_90a, of both kinds, where turns_cuda.cu (bf16 kind) and codes_narrow_cuda.cu
+ * (fp8 kind) do not take it: above all with many weight rows.
  *
  * Two threads keep a ring of blocks of 128 k filled by the copy engine, which has enough bytes
  * under way to keep memory busy; they begin with weights, before the rows of x are quantized. Two

@@ -69,7 +69,9 @@ bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_set_fits(const struct cuda_set *a);
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
 
-/* The same for 9 to 128 rows. Each product has its rows as those by wgmma below have them. */
+/* The same for 9 to 128 rows, by wgmma: x of each product as those below have it, at most two
+ * different ones; own, norm and rope are not looked at. False: the driver refused to describe the
+ * operands. */
 bool cuda_turns_takes(const struct kern_stream *s, enum kern_wfmt fmt,
                       const struct cuda_product *p);
 bool cuda_turns_fits(const struct kern_stream *s, const struct cuda_set *a);

@@ -1,15 +1,15 @@
 /* kernels/moe/moe_codes_cuda.cu - many pairs times mxfp4 and fp8 experts by their codes: the
  * prefill product of the fp8 kind, on sm_90a. Bits, images and epilogue are moe_wgmma.cuh's.
  *
- * Plan     Two warpgroups of consumers multiply and add up, nothing else. Four warps turn mxfp4
- *          codes into operands, each at the place of the thread that will have them; of fp8, one
- *          finds scales. Another warpgroup's warps ask the copy engine for x and for what is to be
- *          turned, and look things up.
+ * Plan     Two warpgroups of consumers multiply and add up, nothing else. Four warps convert
+ *          mxfp4 codes to operands, each at the place of the thread that will have them; of fp8,
+ *          one finds scales. Another warpgroup's warps ask the copy engine for x and for what is to
+ *          be converted, and look things up.
  * Cluster  Two blocks with neighbouring weight rows of an expert are a cluster: each fetches half
  *          of x for both.
  * Turns    A stage's columns are two parts. While one warpgroup adds a part up, the other one's is
  *          multiplied. Not so, slower at 8192 rows: four parts, two of them under way (twice the
- *          instructions that start them), with consumers that turn codes themselves or not.
+ *          instructions that start them), with consumers that convert codes themselves or not.
  * Ahead    Shared memory answers after more than 100 cycles while wgmma reads there: what additions
  *          take is fetched while their part is multiplied, the next stage's operands before the
  *          last part's additions.
@@ -25,24 +25,24 @@ enum {
 
 template <enum kern_wfmt F> struct codes_shape {
     enum {
-        TURNED = F == KERN_W_MXFP4,
-        TURNERS = TURNED ? WG / 32 : 1, /* warps */
+        CONVERTED = F == KERN_W_MXFP4,
+        CONVERTERS = CONVERTED ? WG / 32 : 1, /* warps */
         X_BYTES = COLUMNS * 128,
         A_BYTES = WG_M * 128,
         SCALES_AT = X_BYTES + A_BYTES,
         W_AT = SCALES_AT + COLUMNS * 2, /* fp8: scales of its rows' blocks */
         STAGE = (W_AT + 16 + 1023) / 1024 * 1024,
         S = 4,
-        /* What is to be turned. */
+        /* The second ring: what is to be converted, R stages of RAW bytes. */
         CODES = moe_format<F>::CODES,
         AHEAD = 4, /* stages that 16 bytes of a row's scales are for */
-        RAW = TURNED ? WG_M * (CODES + 16) : 0,
-        R = TURNED ? 3 : 1,
+        RAW = CONVERTED ? WG_M * (CODES + 16) : 0,
+        R = CONVERTED ? 3 : 1,
         BYTES = S * STAGE + R * RAW + 1024,
-        /* Registers of a thread that multiplies, turns, fetches: 512 of four. */
-        MULTIPLIES = TURNED ? 208 : 224,
-        TURNS = TURNED ? 56 : 32,
-        FETCHES = 512 - 2 * MULTIPLIES - TURNS,
+        /* Registers of a thread that multiplies, converts, fetches: 512 of four. */
+        MULTIPLIES = CONVERTED ? 208 : 224,
+        CONVERTS = CONVERTED ? 56 : 32,
+        FETCHES = 512 - 2 * MULTIPLIES - CONVERTS,
     };
 };
 
@@ -71,14 +71,14 @@ static __device__ __forceinline__ void fetch_x(const struct moe_product &p,
             uint8_t *to = r.at + r.slot * S::STAGE;
             uint64_t *full = r.full + r.slot;
             bar_wait(r.empty + r.slot, r.phase ^ 1);
-            bar_expect(full, eights * 1024 + scale_bytes + (S::TURNED ? 0 : (int)S::A_BYTES));
+            bar_expect(full, eights * 1024 + scale_bytes + (S::CONVERTED ? 0 : (int)S::A_BYTES));
             if (bytes > 0)
                 bulk_load_to(to + first * 128,
                              p.image + ((int64_t)kb * p.plan.room + tile.first + first) * 128,
                              bytes, full, (1 << PAIR) - 1);
             bulk_load(to + S::SCALES_AT, p.image_scale + (int64_t)kb * p.plan.room + tile.first,
                       scale_bytes, full);
-            if constexpr (!S::TURNED) {
+            if constexpr (!S::CONVERTED) {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
                     stack_load(to + S::X_BYTES + i * 64 * S::CODES, &maps.codes[p.up ? i : 0], full,
@@ -88,7 +88,7 @@ static __device__ __forceinline__ void fetch_x(const struct moe_product &p,
     }
 }
 
-/* What is to be turned: mxfp4. */
+/* What is to be converted: mxfp4. */
 static __device__ __forceinline__ void fetch_codes(const struct moe_product &p,
                                                    const struct wg_maps &maps, struct wg_ring r,
                                                    const struct wg_items &items)
@@ -118,17 +118,17 @@ static __device__ __forceinline__ void fetch_codes(const struct moe_product &p,
     }
 }
 
-/* ------------------------------------------------------------------ what turns */
+/* ------------------------------------------------------------------ converters */
 
 /* Operands lie by warps of consumers and instructions: the 16 bytes of each of a warp's threads
  * side by side. A thread here has the rows and the 32 k of the thread that will multiply with them.
  */
-static __device__ __forceinline__ void turn_codes(const struct moe_product &p, struct wg_ring r,
-                                                  struct wg_ring raw, struct wg_told t,
-                                                  const tell *told, const struct wg_items &items)
+static __device__ __forceinline__ void convert_codes(const struct moe_product &p, struct wg_ring r,
+                                                     struct wg_ring raw, struct wg_told t,
+                                                     const tell *told, const struct wg_items &items)
 {
     using S = codes_shape<KERN_W_MXFP4>;
-    enum { EACH = CONSUMERS / S::TURNERS };
+    enum { EACH = CONSUMERS / S::CONVERTERS };
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WG / 32 * EACH, n_kb = p.kp / 128;
     const uint32_t c = lane % 4, scales_at = c | (c + 4) << 4;
     int place[EACH][2];
@@ -350,16 +350,16 @@ static __global__ void __launch_bounds__(THREADS, 1)
     __shared__ __align__(16) tell told[2];
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::S; i++) {
-            bar_init(full + i, 1 + S::TURNERS * 32);
+            bar_init(full + i, 1 + S::CONVERTERS * 32);
             bar_init(empty + i, CONSUMERS * (32 + 1));
         }
         for (int i = 0; i < S::R; i++) {
             bar_init(raw_full + i, 1);
-            bar_init(raw_empty + i, S::TURNERS * 32);
+            bar_init(raw_empty + i, S::CONVERTERS * 32);
         }
         for (int i = 0; i < 2; i++) {
             bar_init(there + i, 32);
-            bar_init(read + i, (CONSUMERS + (S::TURNED ? (int)S::TURNERS : 0)) * 32);
+            bar_init(read + i, (CONSUMERS + (S::CONVERTED ? (int)S::CONVERTERS : 0)) * 32);
         }
         bar_init_done();
     }
@@ -379,16 +379,16 @@ static __global__ void __launch_bounds__(THREADS, 1)
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
         consume<F>(p, r, t, told, items, group, tmp + threadIdx.x / 32 * 32);
     } else if (group == WG_CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::TURNS));
-        if constexpr (S::TURNED)
-            turn_codes(p, r, raw, t, told, items);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::CONVERTS));
+        if constexpr (S::CONVERTED)
+            convert_codes(p, r, raw, t, told, items);
         else if (wg_uniform((int)threadIdx.x / 32) == CONSUMERS)
             find_scales(p, r, items);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::FETCHES));
         const int warp = wg_uniform((int)threadIdx.x % WG / 32);
         if (warp == 0 && threadIdx.x % 32 == 0) fetch_x<F>(p, maps, r, items);
-        if (S::TURNED && warp == 1 && threadIdx.x % 32 == 0) fetch_codes(p, maps, raw, items);
+        if (S::CONVERTED && warp == 1 && threadIdx.x % 32 == 0) fetch_codes(p, maps, raw, items);
         if (warp == 2) wg_look_up<F, true, COLUMNS>(p, t, told, items);
         __syncwarp();
     }
@@ -406,7 +406,7 @@ template <enum kern_wfmt F> static int launch(struct kern_stream *s, const struc
 {
     using S = codes_shape<F>;
     struct wg_maps maps;
-    if (!wg_describe(&maps, p, S::CODES, S::TURNED)) return TOW_EDEVICE;
+    if (!wg_describe(&maps, p, S::CODES, S::CONVERTED)) return TOW_EDEVICE;
     const int row_pairs = (int)cuda_ceil(p->rows, PAIR * (p->up ? 64 : WG_M));
     const int64_t items = (int64_t)p->plan.max_tiles * row_pairs, most = s->n_sm / PAIR;
     if (items > INT32_MAX / 2) return TOW_EINVAL;

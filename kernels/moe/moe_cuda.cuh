@@ -24,8 +24,10 @@ struct moe_tile {
 };
 /* On the device. */
 struct moe_plan {
-    int32_t *n_pairs;       /* [1]: places in use */
-    int32_t *order;         /* [room]: row * k + slot of the pair at a place */
+    int32_t *n_pairs; /* [1]: places in use */
+    /* [room]: row * k + slot of the pair at a place; written where pairs are sorted, or, then NULL
+     * there, where x becomes images. */
+    int32_t *order;
     int32_t *place;         /* [T * k]: where in order, or -1 */
     struct moe_tile *tiles; /* [max_tiles], those beyond the last have n 0 */
     int32_t max_tiles;      /* of T * k pairs, however they fall */

@@ -1,7 +1,8 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time
  * against the bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16
  * TOW_BENCH_TFLOPS; else what bench.h says of an H200). fp8: products by codes; late: they do not
- * begin while rows are quantized; mma: not by wgmma. TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
+ * begin while rows are quantized; mma: not by wgmma. "before wq_b": the products that are one op.
+ * TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
 
