@@ -14,8 +14,8 @@
  *          finishes, so two half-admitted loads cannot wait for each other: everything ends, by
  *          induction over age. Because a pushed-back one reserves twice as far, it comes back only
  *          log2(answer) times.
- * Capture  A sequence whose capture asks for shadow keys takes each page with its companion: page 2i
- *          and 2i + 1 of its table hold the same tokens. The rows of a step are sent before what
+ * Capture  A sequence whose capture asks for shadow keys takes each page with its companion: page
+ *          2i and 2i + 1 of its table hold the same tokens. The rows of a step are sent before what
  *          the step chose.
  * Holds    Every ticket granted ends in exactly one FINISH, FAILED or CANCELLED, sent after its
  *          pages are back; every RESERVE is answered by one GRANT or DENY. granted == finished +

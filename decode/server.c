@@ -155,8 +155,8 @@ static void start_step(struct server *d, struct dec_seq *const *batch, uint32_t 
     tow_assert(rc == 0); /* one step at a time, and the queue holds more */
 }
 
-/* What has arrived goes to the device, beside the step that runs; a sequence that ended with its first
- * token has given it back already. */
+/* What has arrived goes to the device, beside the step that runs; a sequence that ended with its
+ * first token has given it back already. */
 static int copy_in(struct server *d, const struct dec_seq *s)
 {
     const int64_t n = kern_kv_pages_for(s->n_tokens, d->w->layout->page_tokens);

@@ -1,8 +1,8 @@
 /* kernels/apart.h - the CPU as a device whose memory is not the host's: "apart:cpu".
  *
- * Why      What a worker does for a device with memory of its own - pages that are copied out and in
- *          beside the passes, batches that wait for them - runs on any machine with this, and a thread
- *          that copies a little later than it was told to shows what did not wait.
+ * Why      What a worker does for a device with memory of its own - pages that are copied out and
+ *          in beside the passes, batches that wait for them - runs on any machine with this, and a
+ *          thread that copies a little later than it was told to shows what did not wait.
  * Holds    Ops and numbers are the CPU's. A second stream is a thread.
  */
 #ifndef KERN_APART_H

@@ -23,8 +23,8 @@ struct kern_backend {
     bool (*fp8_products)(struct kern_dev *dev, bool on); /* NULL: does not have them */
     void *(*alloc)(struct kern_dev *dev, size_t bytes);
     void (*free)(struct kern_dev *dev, void *p);
-    /* Those below are not asked where device memory is host memory: nothing is enqueued there, copies
-     * are memcpy, weights stay where they are (kernels/dev.c). */
+    /* Those below are not asked where device memory is host memory: nothing is enqueued there,
+     * copies are memcpy, weights stay where they are (kernels/dev.c). */
     int (*sync)(struct kern_stream *s);
     int (*write)(struct kern_stream *s, void *dst, const void *src, size_t bytes);
     int (*read)(struct kern_stream *s, void *dst, const void *src, size_t bytes);

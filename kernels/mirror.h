@@ -1,10 +1,12 @@
 /* kernels/mirror.h - a device's ops over host memory: "mirror:cuda:0".
  *
- * Why      An audit, or a test, compares what an op wrote with what should be there, byte by byte, and
- *          was written against a CPU. Opened through this, the same code drives any device: each call
- *          copies what the op's contract names to the device, runs the op there, and copies back what
- *          it may write. Slow on purpose: nothing stays on the device but weights of a checkpoint.
- * Holds    The bytes behind each copy do not change; an op that writes there fails with TOW_EDEVICE.
+ * Why      An audit, or a test, compares what an op wrote with what should be there, byte by byte,
+ *          and was written against a CPU. Opened through this, the same code drives any device:
+ *          each call copies what the op's contract names to the device, runs the op there, and
+ *          copies back what it may write. Slow on purpose: nothing stays on the device but weights
+ *          of a checkpoint.
+ * Holds    The bytes behind each copy do not change; an op that writes there fails with
+ *          TOW_EDEVICE.
  * Threads  One.
  */
 #ifndef KERN_MIRROR_H

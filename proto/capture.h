@@ -1,8 +1,8 @@
 /* proto/capture.h - what a request asks to see of the indexer, and what the indexer answers.
  *
- * Why      A client asks where a span of its prompt ranks; the router turns the span into compressed
- *          entries, since only it knows text; the workers rank them. The ask travels in RESERVE and
- *          PREFILL, each answer (one layer of one row) in CAPTURED.
+ * Why      A client asks where a span of its prompt ranks; the router turns the span into
+ *          compressed entries, since only it knows text; the workers rank them. The ask travels in
+ *          RESERVE and PREFILL, each answer (one layer of one row) in CAPTURED.
  * Entry    Of a layer of ratio 4 entry e covers tokens 4(e-1) .. 4e+3: its own group and the one
  *          before. A token t is in the entries t/4 and t/4 + 1.
  * Rank     1 is the highest score; of equal scores the lower entry comes first, as selection

@@ -484,8 +484,8 @@ static void check_body(struct job *j)
     j->rc = rtr_ask_parse(&j->ask, kinds[j->route], j->body, j->body_len, &j->rules, &j->error);
 }
 
-/* malloc keeps what a thread freed for that thread's next need, and a body's tree is a hundred times
- * what a request needs afterwards. */
+/* malloc keeps what a thread freed for that thread's next need, and a body's tree is a hundred
+ * times what a request needs afterwards. */
 static void pool_work(uv_work_t *work)
 {
     struct job *j = work->data;

@@ -36,7 +36,8 @@ static int no_memory(struct parse *p)
     return rtr_api_fail(p->e, 503, "out_of_memory", NULL, "out of memory for this request");
 }
 
-/* A misspelt field would change what is measured, and nobody would see it. names: NULL at the end. */
+/* A misspelt field would change what is measured, and nobody would see it. names: NULL at the
+ * end. */
 static int only_known(struct parse *p, const struct json *v, const char *const *names,
                       const char *param)
 {

@@ -38,7 +38,8 @@ void rtr_capture_rows_tokens(struct rtr_capture_rows *r, const text_id *ids, uin
 /* Text of the answer that a client was shown, in order. */
 void rtr_capture_rows_answer(struct rtr_capture_rows *r, const char *text, size_t n);
 
-/* "towpath": {"index_capture": {...}} - no comma on either side. docs/http-api.md has the fields. */
+/* "towpath": {"index_capture": {...}} - no comma on either side. docs/http-api.md has the
+ * fields. */
 void rtr_capture_rows_print(const struct rtr_capture_rows *r, const struct text_tokenizer *tok,
                             struct tow_buf *out);
 

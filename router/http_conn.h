@@ -91,8 +91,8 @@ void rtr_exchange_reply(struct rtr_exchange *x, int status, const char *content_
 void rtr_exchange_begin_stream(struct rtr_exchange *x, const char *content_type,
                                const char *headers, const char *filler);
 void rtr_exchange_write(struct rtr_exchange *x, const void *bytes, size_t n);
-/* The last bytes, and the end of the exchange. They may be many: nothing follows them, so they count
- * against no limit, and a client that takes none of them is cut off in time. */
+/* The last bytes, and the end of the exchange. They may be many: nothing follows them, so they
+ * count against no limit, and a client that takes none of them is cut off in time. */
 void rtr_exchange_end_stream(struct rtr_exchange *x, const void *bytes, size_t n);
 /* Ends the exchange by closing the connection: a stream that broke must not look complete. */
 void rtr_exchange_abort(struct rtr_exchange *x);

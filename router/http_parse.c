@@ -73,7 +73,8 @@ static enum rtr_http_event refuse(struct rtr_http_parser *p, int status, const c
     return RTR_HTTP_BAD;
 }
 
-/* Bytes of a client as a reason quotes them: in quotes, at most SHOWN, escaped to printable ASCII. */
+/* Bytes of a client as a reason quotes them: in quotes, at most SHOWN, escaped to printable
+ * ASCII. */
 struct shown {
     char text[4 * SHOWN + 6];
 };

@@ -46,8 +46,8 @@ int rtr_record_mode(const char *text, const char *what, uint32_t *mode, struct t
 /* What rtr_recorder_open() would say of the folder, without making or writing anything. */
 int rtr_record_check_dir(const char *dir, struct tow_err *err);
 
-/* loop: borrowed. Makes sure that files can be written there and that no other router does, and takes
- * over those of earlier runs.
+/* loop: borrowed. Makes sure that files can be written there and that no other router does, and
+ * takes over those of earlier runs.
  * TOW_ECONFIG: the folder, by name and reason; TOW_ENOMEM. */
 int rtr_recorder_open(struct rtr_recorder **out, struct uv_loop_s *loop,
                       const struct rtr_record_config *config, struct tow_err *err);

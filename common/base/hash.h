@@ -10,8 +10,8 @@
 uint64_t tow_hash64(const void *p, size_t n);
 uint64_t tow_hash64_seed(const void *p, size_t n, uint64_t seed); /* chains: seed = hash before */
 
-/* Copies n bytes to where they do not overlap; returns the tow_hash64() of what is at dst then, also
- * when another process changes src meanwhile. One pass: the price of the dearer of the two.
+/* Copies n bytes to where they do not overlap; returns the tow_hash64() of what is at dst then,
+ * also when another process changes src meanwhile. One pass: the price of the dearer of the two.
  * past_cache: to memory directly, for more bytes than a cache holds until they are read. */
 uint64_t tow_hash_copy(void *dst, const void *src, size_t n, bool past_cache);
 

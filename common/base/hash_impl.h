@@ -1,5 +1,5 @@
-/* base/hash_impl.h - the copies of hash_cpu.c and hash_copy_cpu.c, which hash.c chooses from; nobody
- * else includes it but their test. */
+/* base/hash_impl.h - the copies of hash_cpu.c and hash_copy_cpu.c, which hash.c chooses from;
+ * nobody else includes it but their test. */
 #ifndef TOW_BASE_HASH_IMPL_H
 #define TOW_BASE_HASH_IMPL_H
 

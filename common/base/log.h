@@ -30,8 +30,8 @@ void tow_log(enum tow_log_level level, const char *fmt, ...) __attribute__((form
 
 /* Length of the whole UTF-8 character that text begins with (1 to 4), or 0: it is none. */
 size_t tow_char_len(const char *text, size_t left);
-/* Does a terminal obey it, or order text by it? Of one UTF-8 character of n bytes: U+0000 to U+001F,
- * U+007F to U+009F, line separators, and those that turn the direction of writing. */
+/* Does a terminal obey it, or order text by it? Of one UTF-8 character of n bytes: U+0000 to
+ * U+001F, U+007F to U+009F, line separators, and those that turn the direction of writing. */
 bool tow_char_commands(const char *text, size_t n);
 
 #endif

@@ -89,8 +89,8 @@ enum tow_opts_do { TOW_OPTS_RUN, TOW_OPTS_CHECK, TOW_OPTS_HELP, TOW_OPTS_VERSION
 
 /* Reads all sources and fills every *out. argv[0] is skipped; env is environ or NULL for none.
  * On 0, *what says how to go on: RUN; CHECK (--check-config: make the checks that need other files,
- * then exit 0 without starting); HELP, VERSION (tow_opts_tell(), exit 0). Errors are TOW_ECONFIG. The
- * caller frees with tow_opts_free() when the settings are no longer used. */
+ * then exit 0 without starting); HELP, VERSION (tow_opts_tell(), exit 0). Errors are TOW_ECONFIG.
+ * The caller frees with tow_opts_free() when the settings are no longer used. */
 int tow_opts_new(struct tow_opts **out, const struct tow_opts_spec *spec, int argc,
                  const char *const *argv, const char *const *env, enum tow_opts_do *what,
                  struct tow_err *err);

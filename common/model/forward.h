@@ -4,12 +4,12 @@
  *          rows are in a batch. It knows layers, weights and batches, and nothing of roles,
  *          requests or sockets.
  * Owner    The engine thread (one at a time); nothing in here is shared.
- * Memory   Pages and tails are device memory (kern_dev_alloc of model_peek_dev()); all else in a batch is
- *          the host's. What a tap or a capture is told of is host memory.
- * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing. Scores for captures
- *          are taken by model_warm(); without it, and for taps, a pass takes them for itself.
- *          The logits of a sequence are the same bits whatever the chunk size, the companions in
- *          the batch, the number of threads and the process it runs in.
+ * Memory   Pages and tails are device memory (kern_dev_alloc of model_peek_dev()); all else in a
+ *          batch is the host's. What a tap or a capture is told of is host memory.
+ * Holds    Scratch is allocated once, for max_rows rows; a pass allocates nothing. Scores for
+ *          captures are taken by model_warm(); without it, and for taps, a pass takes them for
+ *          itself. The logits of a sequence are the same bits whatever the chunk size, the
+ *          companions in the batch, the number of threads and the process it runs in.
  * Source   The model's specification; docs/numerics.md.
  */
 #ifndef MODEL_FORWARD_H
@@ -48,8 +48,8 @@ struct model_options {
     const struct kern_ops *(*wrap_ops)(const struct kern_ops *of_device);
 };
 
-/* The checks of model_open() that need neither weights nor a device, and the layout that comes of them; opt's defaults
- * are filled in. */
+/* The checks of model_open() that need neither weights nor a device, and the layout that comes of
+ * them; opt's defaults are filled in. */
 int model_plan(struct kern_kv_layout *out, struct model_options *opt,
                const struct model_shape *shape, struct tow_err *err);
 
@@ -132,14 +132,15 @@ struct model_batch {
  * TOW_EINVAL (batch broken), TOW_EDEVICE. */
 int model_forward(struct model *m, const struct model_batch *b, struct tow_err *err);
 
-/* Before a device is sealed (kern_dev_seal), in this order; both do nothing where device memory is host
- * memory, whose scratch is small.
+/* Before a device is sealed (kern_dev_seal), in this order; both do nothing where device memory is
+ * host memory, whose scratch is small.
  *
- * model_warm() takes all memory that passes of up to n_seqs sequences of up to n_rows rows each, and
- * captures, will need at positions up to context, by running such passes over pages that hold nothing:
- * one sequence where n_rows is above 1, else one row each. What is left, less *later, may go to pages.
- * model_warm_steps() runs the decode steps of 1 .. n_seqs sequences, over pages and tails of the pool
- * that nobody uses yet, so that each is kept as a graph; they take *later bytes.
+ * model_warm() takes all memory that passes of up to n_seqs sequences of up to n_rows rows each,
+ * and captures, will need at positions up to context, by running such passes over pages that hold
+ * nothing: one sequence where n_rows is above 1, else one row each. What is left, less *later, may
+ * go to pages.
+ * model_warm_steps() runs the decode steps of 1 .. n_seqs sequences, over pages and tails of the
+ * pool that nobody uses yet, so that each is kept as a graph; they take *later bytes.
  * TOW_ENOMEM, TOW_EDEVICE. */
 struct model_warm {
     int32_t n_seqs, n_rows;
@@ -149,8 +150,8 @@ int model_warm(struct model *m, const struct model_warm *w, uint64_t *later, str
 int model_warm_steps(struct model *m, int32_t n_seqs, uint8_t *pages, uint8_t *tails,
                      struct tow_err *err);
 
-/* Copies rows row0 .. row0+n-1 of the streams [T, hc, D] (act type) that left the last layer of the last
- * pass to host memory. 0, TOW_EDEVICE. */
+/* Copies rows row0 .. row0+n-1 of the streams [T, hc, D] (act type) that left the last layer of the
+ * last pass to host memory. 0, TOW_EDEVICE. */
 int model_read_streams(struct model *m, int32_t row0, int32_t n, void *out);
 
 /* MTP block 0 over the rows of the last pass, or of streams_in: b->ids are the *next* tokens;

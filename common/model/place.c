@@ -1,4 +1,5 @@
-/* model/place.c - see place.h. One function per kind of thing; a layer is the list of what it has. */
+/* model/place.c - see place.h. One function per kind of thing; a layer is the list of what it
+ * has. */
 #include "common/model/place.h"
 
 #include "common/base/clock.h"

@@ -454,7 +454,8 @@ int model_safetensors_open(struct model_safetensors **out, const char *path, str
         f->map = p;
         f->mapped = true;
         /* Only a hint: where the file system has huge pages, the file comes in by them, and passes
-         * read weights faster (docs/performance.md). What is in the page cache already stays as it is. */
+         * read weights faster (docs/performance.md). What is in the page cache already stays as it
+         * is. */
         (void)madvise(p, (size_t)f->size, MADV_HUGEPAGE);
         f->slot = guard_add(p, (size_t)f->size, path);
     }

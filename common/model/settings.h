@@ -78,8 +78,8 @@ extern const char *const model_products_names[];
         .help = "exact rounds nothing; deployed rounds where the released model does"              \
     }
 
-/* TOW_ECONFIG where a type was asked for by name that the numerics do not keep: exact has f32 alone; deployed scores no
- * f32 index keys. */
+/* TOW_ECONFIG where a type was asked for by name that the numerics do not keep: exact has f32
+ * alone; deployed scores no f32 index keys. */
 int model_settings_check(const struct model_settings *s, const struct tow_opts *opts,
                          struct tow_err *err);
 /* Sets these fields of *out and leaves the others; exact implies f32 for both types. */

@@ -12,7 +12,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-/* Above it nothing is gained, and some libraries keep a table entry for every possible descriptor. */
+/* Above it nothing is gained, and some libraries keep a table entry for every possible
+ * descriptor. */
 #define MOST ((rlim_t)1 << 20)
 
 int net_files_check(uint64_t needed, const char *why, struct tow_err *err)

@@ -10,8 +10,8 @@
  *          notice a dead peer: they do notice (keep-alive looks at the process), so their error
  *          handling is switched on (net_link_setup). Keep-alive runs each second instead of 20.
  *          Puts over TCP collapse with size, so nothing here puts: bytes are read (get) or received
- *          as rendezvous messages. In peer error mode those come in pieces over TCP, through buffers
- *          of UCX's; net_bulk_copy() lends it a datatype whose unpacking also digests.
+ *          as rendezvous messages. In peer error mode those come in pieces over TCP, through
+ *          buffers of UCX's; net_bulk_copy() lends it a datatype whose unpacking also digests.
  *
  * Sleeping Transports report through one event descriptor, which may be slept on only after
  *          ucp_worker_arm() said that nothing is pending. Events are dear while bytes move, so with
@@ -25,17 +25,18 @@
  *          The address we hand out therefore says which namespace we are in and holds UCX's address
  *          twice, whole and with network devices only; net_ep_open() takes the one that fits.
  *
- * Stuck    In shared memory all senders write into one queue of the receiver, in order: a sender that
- *          is killed between taking a slot and filling it (seen with UCX 1.13 while its first
+ * Stuck    In shared memory all senders write into one queue of the receiver, in order: a sender
+ *          that is killed between taking a slot and filling it (seen with UCX 1.13 while its first
  *          message goes out) leaves a queue that never moves again, and nothing reports it. Only a
  *          new worker has a new queue; net_link_reopen() makes one. Registered memory belongs to
  *          the context and stays.
  *
  * Named    Whatever goes by rendezvous or is read from or to our registered memory says so
  *          (name_region). UCX 1.16 and later otherwise find that memory in their cache of
- *          registrations, if they have one, and a rendezvous that is cancelled ends only when nobody
- *          refers to the cached one any more: our registration does, until ucp_mem_unmap(). It would
- *          stay in flight for ever, and its callback be made then, when the worker is gone.
+ *          registrations, if they have one, and a rendezvous that is cancelled ends only when
+ *          nobody refers to the cached one any more: our registration does, until ucp_mem_unmap().
+ *          It would stay in flight for ever, and its callback be made then, when the worker is
+ *          gone.
  *
  * Rejected One thread-safe worker shared with the control thread: a lock across every UCX call, and
  *          UCX callbacks on whichever thread happened to progress. libuv around UCX's descriptor:
@@ -75,10 +76,10 @@ enum { AM_MESSAGE = 1, AM_BULK = 2 }; /* active message ids */
 enum { HEAD_BYTES = 16 };             /* before UCX's addresses */
 enum { SPIN_US = 100, EMPTY_MAX = 100, PROGRESS_MAX = 64, FREE_MS = 1000, OPS_KEPT = 1024 };
 
-/* Over TCP a bulk message travels in pieces of this many bytes and a header of 5: two of the largest
- * packets that the kernel passes on in one go, 45 segments of 1448 bytes each on Ethernet, which
- * loopback's packets of 64K hold too. UCX's own 64K and header are a little more than one: each piece
- * would drag a small packet behind it, at the price of a large one. */
+/* Over TCP a bulk message travels in pieces of this many bytes and a header of 5: two of the
+ * largest packets that the kernel passes on in one go, 45 segments of 1448 bytes each on Ethernet,
+ * which loopback's packets of 64K hold too. UCX's own 64K and header are a little more than one:
+ * each piece would drag a small packet behind it, at the price of a large one. */
 #define SEGMENT       "UCX_TCP_RX_SEG_SIZE"
 #define SEGMENT_BYTES "130315"
 /* Of its send buffers, never more than what the other side's receive buffers hold. */
@@ -199,8 +200,9 @@ static void note_init(struct note *n, enum note_kind kind)
  *
  * SEGMENT_OUT They choose by a model of the network. On links whose speed the system does not tell,
  *             as those of virtual machines and loopback, that is slow, and copying a piece into a
- *             send buffer seems to cost nothing; those have 8K by default, which makes small pieces:
- *             a third of the speed. Earlier releases send out of the pages, a segment at a time.
+ *             send buffer seems to cost nothing; those have 8K by default, which makes small
+ *             pieces: a third of the speed. Earlier releases send out of the pages, a segment at a
+ *             time.
  * RCACHE      A cache of registrations needs to hear of memory that is given back, so making a
  *             context patches libc's mmap() and its kin while other threads run. A thread of UCX
  *             1.18 was seen to wait for ever for the lock in there. We have no use for the cache:

@@ -94,8 +94,8 @@ int net_rkey_open(struct net_ep *ep, const void *key, size_t key_bytes, struct n
                   struct tow_err *err);
 void net_rkey_free(struct net_rkey *k); /* NULL is fine; no read may be in flight */
 /* Where the remote address lies in this process, if the transport maps the region (shared memory of
- * one host); NULL: net_ep_get() is the only way. Borrowed from k; the owner may be writing there, or
- * dead, in which case the bytes stay as they were. */
+ * one host); NULL: net_ep_get() is the only way. Borrowed from k; the owner may be writing there,
+ * or dead, in which case the bytes stay as they were. */
 const void *net_rkey_peek(struct net_rkey *k, uint64_t remote);
 
 /* Copies the frame, so that there is nothing to wait for; a lost one shows as an endpoint error. */

@@ -28,7 +28,8 @@ uint64_t net_loop_now_ms(struct net_loop *loop); /* tow_now_ms() of this pass of
 struct uv_loop_s *net_loop_uv(struct net_loop *loop);
 
 /* Starts the threads of uv_queue_work() now, which libuv does with the first work, and ends the
- * process where it gets none: at start that can be told. TOW_ESYS: too few can be had; TOW_ENOMEM. */
+ * process where it gets none: at start that can be told. TOW_ESYS: too few can be had;
+ * TOW_ENOMEM. */
 int net_loop_start_pool(struct net_loop *loop, struct tow_err *err);
 
 /* Counts what needs the loop to go on for a while to be torn down: +1 when opened, -1 when gone. */

@@ -69,8 +69,8 @@ const struct json *json_item(const struct json *v, size_t i); /* element i or NU
 const struct json *json_find(const struct json *obj, const char *key); /* or NULL; linear */
 
 /* ---- for messages: the value as it was sent, short ----
- * Strings in quotes with escapes and numbers, cut behind 40 bytes; an array or object by its type; NULL is
- * "missing". Both fill out[JSON_SHOW_BYTES] and return it. */
+ * Strings in quotes with escapes and numbers, cut behind 40 bytes; an array or object by its type;
+ * NULL is "missing". Both fill out[JSON_SHOW_BYTES] and return it. */
 #define JSON_SHOW_BYTES 256
 const char *json_show(const struct json *v, char *out);
 const char *json_show_text(const char *bytes, size_t len, char *out);

@@ -1,5 +1,6 @@
 /* worker/capture.c - see capture.h. Rows go into one growing buffer, which keeps its memory from
- * step to step. Rejected: one buffer of the largest size per request. Most asks name two entries. */
+ * step to step. Rejected: one buffer of the largest size per request. Most asks name two
+ * entries. */
 #include "common/worker/capture.h"
 
 #include "common/base/err.h"

@@ -47,8 +47,8 @@ int ctl_client_refused(const struct ctl_client *c, const char *method, const cha
 int ctl_client_json(const struct ctl_client *c, const char *method, const char *path, int also_ok,
                     struct json **out, int *status, struct tow_err *err);
 
-/* Waits for a router that says on /ready that it is not (a role is missing, it starts), and says so on
- * stderr. TOW_EPEER: not within wait_s. */
+/* Waits for a router that says on /ready that it is not (a role is missing, it starts), and says so
+ * on stderr. TOW_EPEER: not within wait_s. */
 int ctl_client_wait_ready(const struct ctl_client *c, const char *command, double wait_s,
                           struct tow_err *err);
 

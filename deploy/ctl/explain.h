@@ -84,8 +84,8 @@ struct ctl_explain_report {
     double seconds;
 };
 
-/* Each name of the list begins a kind's name, or is one of KIND.WHICH. Needs no model and no record,
- * which may then lack the row: ctl_explain_run() says so before it computes anything. */
+/* Each name of the list begins a kind's name, or is one of KIND.WHICH. Needs no model and no
+ * record, which may then lack the row: ctl_explain_run() says so before it computes anything. */
 int ctl_explain_check_only(const char *only, struct tow_err *err);
 
 /* 0 also when rows fail; TOW_E* when the replay could not be made. */

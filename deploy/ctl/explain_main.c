@@ -22,8 +22,8 @@ struct settings {
     bool json, text, verbose;
 };
 
-/* A request id within --record-dir, or a file: what holds a '/' or ends in .json. A name in .json that
- * is not here is looked for in --record-dir, whose listing gives such names. */
+/* A request id within --record-dir, or a file: what holds a '/' or ends in .json. A name in .json
+ * that is not here is looked for in --record-dir, whose listing gives such names. */
 static int load(const struct settings *s, const char *what, struct text_record *rec,
                 struct tow_err *err)
 {

@@ -1,6 +1,6 @@
 /* ctl/needle.c - see needle.h: the grid of cells, and the sweep over it. Served models are asked by
- * as many threads as --concurrency says, each with a call of its own; what they share is the list of
- * cells left and the results, behind one lock. */
+ * as many threads as --concurrency says, each with a call of its own; what they share is the list
+ * of cells left and the results, behind one lock. */
 #include "deploy/ctl/needle.h"
 
 #include "common/base/clock.h"

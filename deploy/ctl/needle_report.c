@@ -387,7 +387,8 @@ static void svg_legend(struct tow_buf *out, int y)
         "shadow: selected, were keys of that type");
 }
 
-/* A row has the key types of one filler and top-k; where there is one type, the top-k of a filler. */
+/* A row has the key types of one filler and top-k; where there is one type, the top-k of a
+ * filler. */
 static int panels_across(const struct ctl_report *r)
 {
     int each = r->grid->n_keys;

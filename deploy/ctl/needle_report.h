@@ -2,7 +2,8 @@
  *
  * Panel    One setting (filler, key type, top-k; a shadow type where ranks by other keys were asked
  *          for) over length and depth. A field of it says how many of its repetitions found the
- *          value and the median of its ranks. A shadow panel counts those that its keys would select.
+ *          value and the median of its ranks. A shadow panel counts those that its keys would
+ *          select.
  * Pure     Records in, text out; cells that were not run stay empty.
  */
 #ifndef CTL_NEEDLE_REPORT_H

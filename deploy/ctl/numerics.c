@@ -1,8 +1,8 @@
 /* ctl/numerics.c - see numerics.h. The model is opened once; a pass over the sample prompt captures
  * the activations that the sections need; each section then drives single ops, or whole passes, and
  * adds its rows. The layers audited are the first, the middle and the last of each kind (no
- * compressor, overlapping, dense): faults of a kernel or a format do not choose a layer, and a large
- * checkpoint stays a matter of minutes. */
+ * compressor, overlapping, dense): faults of a kernel or a format do not choose a layer, and a
+ * large checkpoint stays a matter of minutes. */
 #include "deploy/ctl/numerics_impl.h"
 #include "deploy/ctl/sequence.h"
 

@@ -59,8 +59,8 @@ struct ctl_numerics_report {
     double seconds;
 };
 
-/* Makes every row. 0 even when rows fail; TOW_E* when the audit could not be made, or not to its end:
- * the rows made until then are in the report.
+/* Makes every row. 0 even when rows fail; TOW_E* when the audit could not be made, or not to its
+ * end: the rows made until then are in the report.
  * ctl_numerics_fini() after every outcome. */
 int ctl_numerics_run(const struct ctl_numerics *n, struct ctl_numerics_report *out,
                      struct tow_err *err);

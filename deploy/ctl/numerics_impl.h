@@ -109,8 +109,8 @@ void ctl_ref_rotate(double *x, int32_t n, int32_t rd, int64_t pos, const float *
                     double sign);
 void ctl_ref_rmsnorm(double *x, int64_t n, const struct kern_vec *w, double eps);
 
-/* Entry w of a compressor from kv and gate rows [T, c*e] (before the position bias): pooled, normed,
- * rotated; not quantized. rounded: to bf16 where the deployed model rounds. */
+/* Entry w of a compressor from kv and gate rows [T, c*e] (before the position bias): pooled,
+ * normed, rotated; not quantized. rounded: to bf16 where the deployed model rounds. */
 void ctl_ref_entry(const struct model_compressor *comp, int32_t ratio, const float *kv,
                    const float *gate, int64_t w, int32_t e, int32_t rd, const float *inv_freq,
                    double eps, bool rounded, double *out);

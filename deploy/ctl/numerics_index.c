@@ -403,7 +403,8 @@ int ctl_num_index(struct ctl_num *c, struct tow_err *err)
                     "largest error of a score, relative to its summands",
                     "the scoring kernel reads these keys right", "%lld rows in %lld layers",
                     (long long)t[f].n_rows, (long long)n_layers);
-        /* Three in a hundred: equal to the definition but for bf16 steps that fall the other way. */
+        /* Three in a hundred: equal to the definition but for bf16 steps that fall the other
+         * way. */
         ctl_num_row_at_least(
             c, formats[f].selection, t[f].jaccard / n, t[f].by_definition / n - 0.03,
             "Jaccard of the kept set with that of unquantized keys",

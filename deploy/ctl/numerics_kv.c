@@ -193,8 +193,9 @@ int ctl_num_kv(struct ctl_num *c, struct tow_err *err)
         n++;
     }
     if (n == 0) return 0;
-    /* The weight of a key is rounded to bf16 before it meets the key, and the output once more: 2^-8
-     * each (eight significant bits), relative to the weighted magnitudes; the rest is float32. */
+    /* The weight of a key is rounded to bf16 before it meets the key, and the output once more:
+     * 2^-8 each (eight significant bits), relative to the weighted magnitudes; the rest is
+     * float32. */
     const double bound = 0x1p-7 + 0x1p-12;
     ctl_num_row(c, "kv.fp8", t.error[0], bound, "largest error, relative to the weighted keys",
                 "attention reads fp8 entries and their scales right", "%d layers", n);

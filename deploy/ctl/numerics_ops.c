@@ -1,5 +1,5 @@
-/* ctl/numerics_ops.c - hyper-connections, routed scaling, expert formats, dense products: ops on the
- * checkpoint's weights and the sample prompt's activations, against double. */
+/* ctl/numerics_ops.c - hyper-connections, routed scaling, expert formats, dense products: ops on
+ * the checkpoint's weights and the sample prompt's activations, against double. */
 #include "deploy/ctl/numerics_impl.h"
 
 #include "common/base/err.h"
@@ -144,8 +144,9 @@ int ctl_num_mhc(struct ctl_num *c, struct tow_err *err)
         int rc = mhc_layer(c, c->layers[i], &t, err);
         if (rc < 0) return rc;
     }
-    /* tf32 is what other servers run here. Below 2^-18 both are the noise of sums in float32 (hc * D
-     * of 2^-24 each, as they add up at random), which happens where fn is stored in bf16. */
+    /* tf32 is what other servers run here. Below 2^-18 both are the noise of sums in float32
+     * (hc * D of 2^-24 each, as they add up at random), which happens where fn is stored in
+     * bf16. */
     ctl_num_row(c, "mhc.collapse", t.ours, fmax(t.tf32, 0x1p-18),
                 "relative error of the mix; the bound is what tf32 would give",
                 "hyper-connections are mixed at least as exactly as in tf32",
@@ -290,8 +291,8 @@ int ctl_num_scaling(struct ctl_num *c, struct tow_err *err)
             for (int p = 0; p < 3; p++) err_of[p] = ctl_ref_rel(engine, ref[p], n);
         }
     }
-    /* Half way to the nearest wrong answers (0 and 2) is 0.5; bf16 of the sum, from which the routed
-     * part is told by subtracting the shared one, keeps below half of that. */
+    /* Half way to the nearest wrong answers (0 and 2) is 0.5; bf16 of the sum, from which the
+     * routed part is told by subtracting the shared one, keeps below half of that. */
     ctl_num_row(
         c, "experts.scaling", worst, 0.25, "distance from 1 of how often the factor is applied",
         "the routed scaling factor is applied exactly once",
@@ -479,9 +480,9 @@ int ctl_num_experts(struct ctl_num *c, struct tow_err *err)
                 {"", KERN_W_MXFP4, KERN_AQ_A128},       {"", KERN_W_NVFP4, KERN_AQ_A128},
                 {".w4a16", KERN_W_NVFP4, KERN_AQ_NONE}, {".w4a4", KERN_W_NVFP4, KERN_AQ_NVFP4},
                 {"", KERN_W_FP8, KERN_AQ_A128}};
-    /* Where a float32 sum and the exact one fall on two sides of a bf16 rounding (fewer than one in a
-     * hundred of the inner values), that value moves by a bf16 step, and by up to 2^-4 of itself if
-     * an e4m3 code turns with it: sqrt(0.01) * 2^-4 of the whole at the very worst. An e2m1 code
+    /* Where a float32 sum and the exact one fall on two sides of a bf16 rounding (fewer than one in
+     * a hundred of the inner values), that value moves by a bf16 step, and by up to 2^-4 of itself
+     * if an e4m3 code turns with it: sqrt(0.01) * 2^-4 of the whole at the very worst. An e2m1 code
      * moves it by up to a third of its block's largest, but turns only once in 2^6 such steps. */
     const double bound = 6e-3;
     for (size_t f = 0; f < sizeof ways / sizeof *ways; f++) {

@@ -1,9 +1,9 @@
 /* ctl/numerics_rope.c - rotations at the largest position the model has, against double.
  *
  * Every op that rotates is asked for itself, because each has a place of its own where pairs could
- * be taken from the wrong layout: the table, attention heads, window keys, index queries, compressed
- * entries. Inputs are random bf16, outputs are those of the deployed mode, and the bounds count its
- * bf16 roundings. */
+ * be taken from the wrong layout: the table, attention heads, window keys, index queries,
+ * compressed entries. Inputs are random bf16, outputs are those of the deployed mode, and the
+ * bounds count its bf16 roundings. */
 #include "deploy/ctl/numerics_impl.h"
 
 #include "common/base/err.h"

@@ -1,6 +1,6 @@
 /* ctl/verify.c - see verify.h. Conversations are written so that any model that chats can pass
- * them, and the words are those that the demo model knows. The assistant's part of `secret` is ours,
- * so that the value stands once in the prompt; that of `tools` is the model's own. */
+ * them, and the words are those that the demo model knows. The assistant's part of `secret` is
+ * ours, so that the value stands once in the prompt; that of `tools` is the model's own. */
 #include "deploy/ctl/verify.h"
 
 #include "common/base/err.h"

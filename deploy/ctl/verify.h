@@ -3,9 +3,9 @@
  * Checks   tools: a conversation in which the model calls tools twice and uses what they returned.
  *          secret: a value told in an earlier turn, other turns since.
  *          structured: a value that stands once among about 8K tokens of files, tables and logs.
- * Exit     0 all passed; 1 one failed; 2 one could not be made (no server, refused, bad setting): what
- *          is known of the others is printed all the same. A capture that the server refuses changes
- *          none of these: the check was made, and the report says that there is no capture.
+ * Exit     0 all passed; 1 one failed; 2 one could not be made (no server, refused, bad setting):
+ *          what is known of the others is printed all the same. A capture that the server refuses
+ *          changes none of these: the check was made, and the report says that there is no capture.
  */
 #ifndef CTL_VERIFY_H
 #define CTL_VERIFY_H

@@ -40,7 +40,7 @@ enum {
     PRODUCER_WARPS = 8, /* eight keys of a tile each */
     KEYS_A_WARP = KEY_ROWS / PRODUCER_WARPS,
     THREADS = CONSUMERS * 128 + PRODUCER_WARPS * 32,
-    /* 64 Ki registers: a consumer holds 128 sums, 32 scores; a producer 16 words of codes. */
+    /* 64 Ki registers: a consumer holds 128 sums, 32 scores; a producer 12 words of codes. */
     CONSUMER_REGISTERS = 192,
     PRODUCER_REGISTERS = 64,
     CHUNK = 32 / KEYS_A_WARP, /* tiles whose keys a producer's warp looks up at once, one a lane */

@@ -1,13 +1,13 @@
 /* kernels/cuda/mma.cuh - the matrix unit and copies to shared memory, as single instructions.
  *
- * Numerics dev_mma adds 16 products to each sum; the order inside an instruction is the machine's. Two
- *          kernels give the same bits when each sum meets the same instructions in the same order,
- *          with the same values in the same slots of k and the same operand on the M side.
+ * Numerics dev_mma adds 16 products to each sum; the order inside an instruction is the machine's.
+ *          Two kernels give the same bits when each sum meets the same instructions in the same
+ *          order, with the same values in the same slots of k and the same operand on the M side.
  *          Ours put weights on the M side and deal k as follows.
  * Slots    Of 64 consecutive k, thread c of a quad (lane % 4) takes the sixteen from 16 c on;
  *          instruction i of four takes four of them: 16 c + 4 i + {0, 1} in slots 2 c, 2 c + 1, and
- *          + {2, 3} in slots 2 c + 8, 2 c + 9. So a thread reads 16 consecutive elements of a row, of
- *          weights and activations alike, with wide loads, and nothing is shuffled.
+ *          + {2, 3} in slots 2 c + 8, 2 c + 9. So a thread reads 16 consecutive elements of a row,
+ *          of weights and activations alike, with wide loads, and nothing is shuffled.
  */
 #ifndef KERN_CUDA_MMA_CUH
 #define KERN_CUDA_MMA_CUH
@@ -16,8 +16,8 @@
 
 /* d += a b: m16n8k16, bf16 factors, f32 sums. With g = lane / 4, c = lane % 4:
  * a[0] row g, slots 2c, 2c+1; a[1] row g+8, the same; a[2], a[3] the same rows, slots 2c+8, 2c+9;
- * b[0] column g, slots 2c, 2c+1; b[1] slots 2c+8, 2c+9; d[0], d[1] row g, columns 2c, 2c+1; d[2], d[3]
- * row g+8. The lower slot is the lower half of a word. */
+ * b[0] column g, slots 2c, 2c+1; b[1] slots 2c+8, 2c+9; d[0], d[1] row g, columns 2c, 2c+1; d[2],
+ * d[3] row g+8. The lower slot is the lower half of a word. */
 static __device__ __forceinline__ void dev_mma(float d[4], const uint32_t a[4], const uint32_t b[2])
 {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
@@ -73,7 +73,8 @@ static __device__ __forceinline__ void dev_copy_commit(void)
 {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
-/* Waits until at most N of this thread's groups are under way; a barrier shows the rest to others. */
+/* Waits until at most N of this thread's groups are under way; a barrier shows the rest to
+ * others. */
 template <int N> static __device__ __forceinline__ void dev_copy_wait(void)
 {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");

@@ -16,7 +16,8 @@ static __device__ __forceinline__ float dev_e4m3_decode(uint8_t c)
 }
 static __device__ __forceinline__ float dev_e2m1_decode(uint32_t c)
 {
-    /* 1-2-1 with bias 1 is the top of a half with bias 15 once moved there: the product is exact. */
+    /* 1-2-1 with bias 1 is the top of a half with bias 15 once moved there: the product is
+     * exact. */
     const uint32_t h = (c & 8u) << 12 | (c & 7u) << 9;
     return __half2float(__ushort_as_half((unsigned short)h)) * 16384.0f;
 }

@@ -1,4 +1,5 @@
-/* kernels/cuda/table.c - the op table of the CUDA back end: each op's contract first, then its kernels. */
+/* kernels/cuda/table.c - the op table of the CUDA back end: each op's contract first, then its
+ * kernels. */
 #ifdef TOW_CUDA
 #include "kernels/cuda/table.h"
 

@@ -153,8 +153,8 @@ static void convert_by_value(const struct panel *p, int64_t run, int r0, uint16_
         }
 }
 
-/* Upper and lower bytes of the subnormal numbers of e4m3 as bf16 with 120 added to the exponent: m/8 * 2^-6,
- * both signs of each, from place 2 on. Zero is 0. See fp8_to_bf16(). */
+/* Upper and lower bytes of the subnormal numbers of e4m3 as bf16 with 120 added to the exponent:
+ * m/8 * 2^-6, both signs of each, from place 2 on. Zero is 0. See fp8_to_bf16(). */
 static const uint8_t e4m3_low[2][64]
     __attribute__((aligned(64))) = {{0, 0, 0x00, 0x00, 0x77, 0xf7, 0x77, 0xf7, 0x77, 0xf7, 0x78,
                                      0xf8, 0x78, 0xf8, 0x78, 0xf8, 0x78, 0xf8},

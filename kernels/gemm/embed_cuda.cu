@@ -1,5 +1,5 @@
-/* kernels/gemm/embed_cuda.cu - rows of the embedding table, each hc times. One block a row and piece of
- * it; an element is read once and stored hc times. */
+/* kernels/gemm/embed_cuda.cu - rows of the embedding table, each hc times. One block a row and
+ * piece of it; an element is read once and stored hc times. */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/numeric.cuh"
 

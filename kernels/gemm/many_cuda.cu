@@ -1,19 +1,21 @@
-/* kernels/gemm/many_cuda.cu - many rows of activations times placed weights: the prefill product where
- * none goes by wgmma.
+/* kernels/gemm/many_cuda.cu - many rows of activations times placed weights: the prefill product
+ * where none goes by wgmma.
  *
- * A block of eight warps makes a tile of weight rows x rows of activations. Groups of 64 k of both go
- * through a ring in shared memory, the codes as they are stored; a warp turns its 16 weight rows at a
- * time into bf16 in registers, so fp8 costs half the shared memory traffic of bf16, and multiplies them
- * with all its columns. Block sums and their chain are both in registers. The finished tile goes back
- * through shared memory, turned, so that rows of y are written in wide pieces.
- * No split of k: the order of sums allows none across blocks of threads. Where that leaves most of the
- * machine idle, few_cuda.cu takes the product (cuda_few_fits).
+ * A block of eight warps makes a tile of weight rows x rows of activations. Groups of 64 k of both
+ * go through a ring in shared memory, the codes as they are stored; a warp turns its 16 weight rows
+ * at a time into bf16 in registers, so fp8 costs half the shared memory traffic of bf16, and
+ * multiplies them with all its columns. Block sums and their chain are both in registers. The
+ * finished tile goes back through shared memory, transposed, so that rows of y are written in wide
+ * pieces.
+ * No split of k: the order of sums allows none across blocks of threads. Where that leaves most of
+ * the machine idle, few_cuda.cu takes the product (cuda_few_fits).
  */
 #include "kernels/gemm/product.cuh"
 
 enum { WARPS = 8, THREADS = 32 * WARPS, X_LD = GROUP_K + 8 /* pad: rows fall into other banks */ };
 
-/* A warp has MT x 16 weight rows and NT x 8 columns; WM x (WARPS / WM) warps; S groups in the ring. */
+/* A warp has MT x 16 weight rows and NT x 8 columns; WM x (WARPS / WM) warps; S groups in the
+ * ring. */
 template <enum kern_wfmt F, int MT, int NT, int WM, int S> struct tile {
     enum {
         M = MT * 16 * WM,

@@ -1,10 +1,10 @@
-/* kernels/kvpack/digest.h - the constants of XXH3 with its default secret, and its last step, for the
- * twins of pages.h. Written after the algorithm's description (xxhash.com).
+/* kernels/kvpack/digest.h - the constants of XXH3 with its default secret, and its last step, for
+ * the twins of pages.h. Written after the algorithm's description (xxhash.com).
  *
- * State    eight numbers. A stripe of 64 bytes adds to number i the product of the halves of (word i ^
- *          key i), and word i to number i ^ 1; key i of stripe s of a block is secret word s + i. After
- *          each block of 16 stripes but the last the numbers are scrambled by secret words 16 .. 23; in
- *          the last block the last stripe has keys of its own.
+ * State    eight numbers. A stripe of 64 bytes adds to number i the product of the halves of (word
+ *          i ^ key i), and word i to number i ^ 1; key i of stripe s of a block is secret word s +
+ *          i. After each block of 16 stripes but the last the numbers are scrambled by secret words
+ *          16 .. 23; in the last block the last stripe has keys of its own.
  */
 #ifndef KERN_KVPACK_DIGEST_H
 #define KERN_KVPACK_DIGEST_H

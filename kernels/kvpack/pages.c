@@ -1,4 +1,5 @@
-/* kvpack/pages.c - shape contract of kernels/pages.h, and its twin over host memory: the definition. */
+/* kvpack/pages.c - shape contract of kernels/pages.h, and its twin over host memory: the
+ * definition. */
 #include "kernels/pages.h"
 
 #include "common/base/err.h"

@@ -1,10 +1,10 @@
 /* kvpack/pages_cuda.cu - pages packed, unpacked and digested on the device (kernels/pages.h).
  *
- * A warp takes four blocks of 1024 bytes: two 16-byte loads a lane and block, all eight before the first
- * store. The sums of a block are over its 16 stripes, and a lane holds two words of stripes s and s + 8:
- * it adds what both give to its two numbers, and three shuffles add those of the lanes with the same
- * numbers. 64 bytes a block go to scratch. A second kernel runs the chain of blocks, eight lanes a page,
- * loads sixteen blocks ahead of it, and folds the end.
+ * A warp takes four blocks of 1024 bytes: two 16-byte loads a lane and block, all eight before the
+ * first store. The sums of a block are over its 16 stripes, and a lane holds two words of stripes s
+ * and s + 8: it adds what both give to its two numbers, and three shuffles add those of the lanes
+ * with the same numbers. 64 bytes a block go to scratch. A second kernel runs the chain of blocks,
+ * eight lanes a page, loads sixteen blocks ahead of it, and folds the end.
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/kvpack/digest.h"

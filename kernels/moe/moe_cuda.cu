@@ -230,8 +230,8 @@ struct image {
     enum kern_act_quant aq; /* e4m3: A128 */
 };
 
-/* The row of item `at` and its places. Of a row of the batch, `first` says which pairs lie there:
- * one block that sorts takes half its time to write that to so many places. */
+/* The row of an item and its places. Of a row of the batch the warp that is `first` writes which
+ * pairs lie there: the one block that sorts would take half its time to write to so many places. */
 static __device__ __forceinline__ int64_t image_row(const struct image &p, int64_t item, bool first,
                                                     const int32_t **places)
 {

@@ -1,15 +1,18 @@
-/* kernels/moe/moe_product.cuh - tiles of pairs times their expert's stored weights on the matrix unit.
+/* kernels/moe/moe_product.cuh - tiles of pairs times their expert's stored weights on the matrix
+ * unit.
  *
- * Plan     A block takes one tile of pairs and 2 x ROWS weight rows: the same ROWS of w1 and w3, or 2 x
- *          ROWS of w2. Weights stand on the 16-row side of mma.m16n8k16, pairs on the 8-column side, so
- *          a warp decodes each of its 32 weight rows once, in registers, and multiplies all pairs with it.
- *          Codes, scales and x come through a ring of stages in shared memory, by cp.async.
- * Order    Of each 128 values of the inner width, thread t of four owns 32 t .. 32 t + 31: for 4-bit codes
- *          that is one 16-byte load and one scale (mxfp4) or two (nvfp4). A step of 16 takes four values
- *          of each of the four threads, of x as of weights, so x lies in its natural order. The chain of
- *          steps is the same for every tile size: a row has the same bits in any batch.
- * Exact    A value (code times its scale) is made in bf16 without rounding; fp8's block scale and all
- *          second scales multiply sums. See kernels/cuda/dequant.cuh.
+ * Plan     A block takes one tile of pairs and 2 x ROWS weight rows: the same ROWS of w1 and w3, or
+ *          2 x ROWS of w2. Weights stand on the 16-row side of mma.m16n8k16, pairs on the 8-column
+ *          side, so a warp decodes each of its 32 weight rows once, in registers, and multiplies
+ *          all pairs with it. Codes, scales and x come through a ring of stages in shared memory,
+ *          by cp.async.
+ * Order    Of each 128 values of the inner width, thread t of four owns 32 t .. 32 t + 31: for
+ *          4-bit codes that is one 16-byte load and one scale (mxfp4) or two (nvfp4). A step of 16
+ *          takes four values of each of the four threads, of x as of weights, so x lies in its
+ *          natural order. The chain of steps is the same for every tile size: a row has the same
+ *          bits in any batch.
+ * Exact    A value (code times its scale) is made in bf16 without rounding; fp8's block scale and
+ *          all second scales multiply sums. See kernels/cuda/dequant.cuh.
  */
 #ifndef KERN_MOE_PRODUCT_CUH
 #define KERN_MOE_PRODUCT_CUH
@@ -55,8 +58,8 @@ template <enum kern_wfmt F, int NT, bool TWO> struct moe_shape {
     };
 };
 
-/* 16 bytes past the first-level cache, 4 or 8 through it: their neighbours come next. What follows in a
- * row is wanted soon, so L2 fetches it in wider pieces than it has to. */
+/* 16 bytes past the first-level cache, 4 or 8 through it: their neighbours come next. What follows
+ * in a row is wanted soon, so L2 fetches it in wider pieces than it has to. */
 template <int N> static __device__ __forceinline__ void moe_copy(void *to, const void *from)
 {
     const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
@@ -80,8 +83,8 @@ static __device__ __forceinline__ void moe_wait(int n)
         dev_copy_wait<2>();
 }
 
-/* Where 16-byte piece c of pair n lies in a stage: pieces that eight neighbouring threads read at once
- * (two pairs, four quarters) lie in different banks. */
+/* Where 16-byte piece c of pair n lies in a stage: pieces that eight neighbouring threads read at
+ * once (two pairs, four quarters) lie in different banks. */
 static __device__ __forceinline__ int moe_x_piece(int n, int c)
 {
     return c ^ (c >> 3 & 1) ^ (n & 1) << 1;
@@ -196,8 +199,8 @@ moe_load(const struct moe_product &p, const struct moe_job &j, struct moe_reader
     }
 }
 
-/* The two warp-wide groups of 16 weight rows times n_groups of eight pairs, over a stage. scale: fp8's
- * block scales of the groups of rows. */
+/* The two warp-wide groups of 16 weight rows times n_groups of eight pairs, over a stage. scale:
+ * fp8's block scales of the groups of rows. */
 template <enum kern_wfmt F, int NT, bool TWO>
 static __device__ __forceinline__ void moe_compute(const uint8_t *stage, int n_groups,
                                                    const float (&scale)[2], float (&acc)[2][NT][4])

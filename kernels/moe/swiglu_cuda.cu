@@ -1,7 +1,7 @@
 /* kernels/moe/swiglu_cuda.cu - the element-wise ops beside the experts: swiglu and add.
  *
- * A thread takes eight neighbouring elements, 16 bytes of bf16 at a time; tensors that are not aligned for
- * that, and the end of one, go element by element.
+ * A thread takes eight neighbouring elements, 16 bytes of bf16 at a time; tensors that are not
+ * aligned for that, and the end of one, go element by element.
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/math.cuh"

@@ -1,8 +1,9 @@
-/* kernels/sample/sample.h - the formulas of drawing a token that host and device follow step by step.
+/* kernels/sample/sample.h - the formulas of drawing a token that host and device follow step by
+ * step.
  *
- * Why      A worker of either back end must draw the same token from the same row. Probabilities are
- *          therefore whole numbers: sums of them have no order. What is left of floating point are a
- *          few operations per token, each exactly rounded, fused only where fma() is written.
+ * Why      A worker of either back end must draw the same token from the same row. Probabilities
+ *          are therefore whole numbers: sums of them have no order. What is left of floating point
+ *          are a few operations per token, each exactly rounded, fused only where fma() is written.
  * Error    A mass is within 2^-41 of the exact one, relative to the largest; tokens below that are
  *          never drawn. A log-probability is off by less than V * 2^-41 and one rounding.
  */
@@ -31,7 +32,8 @@ KERN_FN double kern_double_of(uint64_t u)
     return x;
 }
 
-/* exp((x - max) * inv_t) in units of 2^-40; x <= max. All of it where x is max, though that be +inf. */
+/* exp((x - max) * inv_t) in units of 2^-40; x <= max. All of it where x is max, though that be
+ * +inf. */
 KERN_FN uint64_t kern_mass(float x, float max, double inv_t)
 {
     /* Added, it rounds to an integer and leaves it in the low bits. */

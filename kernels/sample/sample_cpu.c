@@ -1,8 +1,8 @@
 /* kernels/sample/sample_cpu.c - one part is one row.
  *
- * Cuts (top_k, top_p) and the largest log-probabilities need tokens in falling order, but rarely many
- * of them: a heap is built in O(V) and popped until the cut is reached. A full sort of 129 K logits
- * was rejected (milliseconds a token).
+ * Cuts (top_k, top_p) and the largest log-probabilities need tokens in falling order, but rarely
+ * many of them: a heap is built in O(V) and popped until the cut is reached. A full sort of 129 K
+ * logits was rejected (milliseconds a token).
  */
 #include "kernels/cpu/team.h"
 #include "kernels/cpu/vec.h"

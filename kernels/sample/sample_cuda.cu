@@ -1,18 +1,19 @@
-/* kernels/sample/sample_cuda.cu - one block draws the token of one row, which stays in global memory.
+/* kernels/sample/sample_cuda.cu - one block draws the token of one row, which stays in global
+ * memory.
  *
- * Why      A row is read once or twice (greedy once, a temperature once more for its masses), from L2
- *          as the head has just written it; 128 rows fill the device. Splitting few rows over more
- *          blocks was rejected: a step of one row takes a hundred times what its block does.
+ * Why      A row is read once or twice (greedy once, a temperature once more for its masses), from
+ *          L2 as the head has just written it; 128 rows fill the device. Splitting few rows over
+ *          more blocks was rejected: a step of one row takes a hundred times what its block does.
  * Masses   Whole numbers: each thread adds those of its own values and sums are put together in any
  *          order. They are computed anew in each pass; storing them would be read as slowly.
  * Order    A token is one number of 64 bits, its logit's order above its id's complement, so the
- *          larger number is the better token. Each thread remembers the best of its values: the best
- *          of all is the best of those, and once it is taken the owner's warp looks for its owner's
- *          next. So some dozens come off in falling order at half a microsecond each.
- * Cuts     To find the last token kept, a pass adds counts and masses by buckets, equal parts of the
- *          distance to the largest logit; the tokens of the bucket where the cut falls are then sorted.
- *          Where they are too many (rows of few values), the token is found from its highest three bits
- *          down instead: a pass adds what agrees with the bits known so far.
+ *          larger number is the better token. Each thread remembers the best of its values: the
+ *          best of all is the best of those, and once it is taken the owner's warp looks for its
+ *          owner's next. So some dozens come off in falling order at half a microsecond each.
+ * Cuts     To find the last token kept, a pass adds counts and masses by buckets, equal parts of
+ *          the distance to the largest logit; the tokens of the bucket where the cut falls are then
+ *          sorted. Where they are too many (rows of few values), the token is found from its
+ *          highest three bits down instead: a pass adds what agrees with the bits known so far.
  */
 #include "kernels/cuda/cuda.cuh"
 
@@ -135,8 +136,8 @@ static __device__ __forceinline__ void load(struct row r, int32_t i, float x[EAC
     for (int c = 0; c < EACH; c++) x[c] = i + c < r.V ? r.x[i + c] : 0.0f;
 }
 
-/* f(id, logit) for this thread's share of from .. to - 1; from a multiple of four; n threads, of which
- * this is number t. */
+/* f(id, logit) for this thread's share of from .. to - 1; from a multiple of four; n threads, of
+ * which this is number t. */
 template <int N, typename F>
 static __device__ __forceinline__ void each_of(struct row r, int32_t from, int32_t to, int t, int n,
                                                F f)
@@ -310,8 +311,8 @@ static __device__ void sort(struct shared *sh, int n)
         }
 }
 
-/* The token at which, in falling order from the largest, the count reaches need, which that of all does;
- * or the mass its share p of those from border on. */
+/* The token at which, in falling order from the largest, the count reaches need, which that of all
+ * does; or the mass its share p of those from border on. */
 template <bool BY_MASS>
 static __device__ uint64_t reaches(struct row r, struct scale s, uint64_t border, uint64_t need,
                                    float p, uint64_t mine, struct shared *sh)

@@ -1,10 +1,12 @@
-/* tests/bench/bench_capture.c - what captures of index ranks cost: nothing when off, little when on.
+/* tests/bench/bench_capture.c - what captures of index ranks cost: nothing when off, little when
+ * on.
  *
  * Decode steps and prefill chunks far into a context, the same one over and over: without captures,
  * with an array of captures that asks nothing, with 16 entries (four spans of text) ranked in every
  * layer, and with shadow keys of all types besides. The ways take turns, and each counts by its
- * fastest round. A chunk is short, since one row of it is captured: a longer one costs less. One thread and its processor time, so that other programs do not count. Pages hold
- * zeros: what is computed does not change how long it takes.
+ * fastest round. A chunk is short, since one row of it is captured: a longer one costs less. One
+ * thread and its processor time, so that other programs do not count. Pages hold zeros: what is
+ * computed does not change how long it takes.
  * usage: bench_capture CHECKPOINT [context tokens]     default: 65536
  */
 #include "common/base/err.h"

@@ -1,19 +1,25 @@
-/* tests/gpu/bench.h - the frame of the GPU benchmarks: opens the device, measures its copy bandwidth,
- * times enqueued calls, and prints one line per case beside its floor and its goal.
+/* tests/gpu/bench.h - the frame of the GPU benchmarks: opens the device, measures its copy
+ * bandwidth, times enqueued calls, and prints one line per case beside its floor and its goal.
  *
- * Time     Mean of calls enqueued between two syncs, median of five rounds, after a warm-up. A call is
- *          given a number that counts up: with it a case takes its buffers in turn, so that what it reads
- *          is not left in L2 by the call before (bench_turns says how many copies that needs).
+ * Time     Mean of calls enqueued between two syncs, median of five rounds, after a warm-up. A call
+ *          is given a number that counts up: with it a case takes its buffers in turn, so that what
+ *          it reads is not left in L2 by the call before (bench_turns says how many copies that
+ *          needs).
  * Floor    The larger of bytes / copy bandwidth and FLOPs / ceiling. A copy of 4 GiB moves 8 GiB.
  * Use      An op with sequences: announce them by kern_stream_batch() first, or each call waits.
  *
- *     static int call(void *ctx, int i) { struct my *m = ctx; return ops->add(s, &m->p[i % m->turns]); }
+ *     static int call(void *ctx, int i)
+ *     {
+ *         struct my *m = ctx;
+ *         return ops->add(s, &m->p[i % m->turns]);
+ *     }
  *     ...
  *     struct bench b;
  *     int rc = bench_open(&b, argc, argv);
  *     if (rc) return rc;
  *     bench_run(&b, &(struct bench_case){.name = "add", .shape = "8192 x 4096", .call = call,
- *                                        .ctx = &m, .bytes = 8192.0 * 4096 * 8, .goal = "<= 1.2 x"});
+ *                                        .ctx = &m, .bytes = 8192.0 * 4096 * 8,
+ *                                        .goal = "<= 1.2 x"});
  *     return bench_close(&b);
  */
 #ifndef TESTS_GPU_BENCH_H
@@ -81,8 +87,8 @@ static inline void bench_free_all(struct bench *b)
     while (b->n_mem > 0) kern_dev_free(b->dev, b->mem[--b->n_mem]);
 }
 
-/* A block of up to 4 MiB from the host, then copies of what is there: random numbers repeat, which no
- * kernel here can see. */
+/* A block of up to 4 MiB from the host, then copies of what is there: random numbers repeat, which
+ * no kernel here can see. */
 static inline void bench_spread(struct bench *b, void *dst, const void *block, size_t block_bytes,
                                 size_t bytes)
 {

@@ -1,7 +1,8 @@
-/* tests/gpu/bench_pages.c - pages packed and digested on the device, and copies to and from the host: how
- * fast, by page and in one piece, pinned and not, and beside products of another stream.
+/* tests/gpu/bench_pages.c - pages packed and digested on the device, and copies to and from the
+ * host: how fast, by page and in one piece, pinned and not, and beside products of another stream.
  *
- * A page is one of a V4-Flash model with fp4 index keys (256 tokens); 32 of them are a chunk of 8192.
+ * A page is one of a V4-Flash model with fp4 index keys (256 tokens); 32 of them are a chunk of
+ * 8192.
  */
 #include "tests/gpu/bench.h"
 

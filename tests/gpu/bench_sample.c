@@ -1,5 +1,5 @@
-/* tests/gpu/bench_sample.c - drawing the tokens of a step on the device, against one reading of its logits
- * there, and against sending them to the host.
+/* tests/gpu/bench_sample.c - drawing the tokens of a step on the device, against one reading of its
+ * logits there, and against sending them to the host.
  *
  * Rows are like a model's: normal, with a dozen tokens that stand out.
  */

@@ -1,7 +1,7 @@
-/* tests/gpu/gemm_test.c - linear on the device at the shapes of V4-Flash and at odd ones: sampled outputs
- * against double, rows against the CPU's, and rows computed alone or in pieces against the same rows
- * computed all at once, bit by bit. Offsets beyond 2^31. Both kinds of products of fp8 weights, and one
- * against the other. */
+/* tests/gpu/gemm_test.c - linear on the device at the shapes of V4-Flash and at odd ones: sampled
+ * outputs against double, rows against the CPU's, and rows computed alone or in pieces against the
+ * same rows computed all at once, bit by bit. Offsets beyond 2^31. Both kinds of products of fp8
+ * weights, and one against the other. */
 #include "common/base/err.h"
 #include "kernels/cuda/table.h"
 #include "kernels/dev.h"
@@ -52,12 +52,13 @@ static const struct shape shapes[] = {
     {"odd nvfp4", KERN_W_NVFP4, KERN_S_E4M3, KERN_AQ_A128, 150, 131, 1040, 1, false},
 };
 
-/* fp8 products keep some 13 bits of the largest product of a block of 128 k: an error of 2^-14.3 of the sum
- * of magnitudes S (rms), 2^-10.3 at worst (kernels/cuda/wgmma.cuh). Blocks' errors add up to at most
- * 2^-10.3 of all summands; that is the bound of one output. In the norm of a row of outputs: the error of
- * a block is 2^-14.3 S, S = 128 m for products of mean magnitude m, and outputs of B blocks are about
- * sqrt(128 B) r for products of root mean square r >= m; so sqrt(B) 2^-14.3 128 m / (sqrt(128 B) r) <=
- * 2^-14.3 sqrt(128) = 5.6e-4 if errors of blocks are independent. Twice that is the bound. */
+/* fp8 products keep some 13 bits of the largest product of a block of 128 k: an error of 2^-14.3 of
+ * the sum of magnitudes S (rms), 2^-10.3 at worst (kernels/cuda/wgmma.cuh). Blocks' errors add up
+ * to at most 2^-10.3 of all summands; that is the bound of one output. In the norm of a row of
+ * outputs: the error of a block is 2^-14.3 S, S = 128 m for products of mean magnitude m, and
+ * outputs of B blocks are about sqrt(128 B) r for products of root mean square r >= m; so sqrt(B)
+ * 2^-14.3 128 m / (sqrt(128 B) r) <= 2^-14.3 sqrt(128) = 5.6e-4 if errors of blocks are
+ * independent. Twice that is the bound. */
 static const double fp8_output = 0x1p-10, fp8_norm = 1.2e-3;
 /* The bits do not depend on how rows are put together; two kinds have two. */
 static bool fp8_kind(const struct shape *c)
@@ -334,8 +335,8 @@ static int fp8_off(void **state)
 }
 
 #ifdef TOW_CUDA
-/* Two products, the second of what the first made, as they are launched again and again: products that begin
- * before their rows are there do not read them before. */
+/* Two products, the second of what the first made, as they are launched again and again: products
+ * that begin before their rows are there do not read them before. */
 struct chain {
     struct kern_linear p[2];
 };
@@ -490,7 +491,8 @@ static void test_linear__offsets_beyond_2_31_are_right(void **state)
     free(x), free(want), free((void *)(uintptr_t)u.w.data), free((void *)(uintptr_t)u.w.scale);
 }
 
-/* Every code of every 4-bit and 8-bit format, subnormal ones included, by products with one: exact. */
+/* Every code of every 4-bit and 8-bit format, subnormal ones included, by products with one:
+ * exact. */
 static void test_linear__every_code_has_its_value(void **state)
 {
     enum { N_FORMS = 4, FP8_KIND = 3 };

@@ -1,6 +1,7 @@
-/* tests/gpu/memory_test.c - what a served model takes of the device is taken at start: after warming up and
- * the seal, passes of any shape up to the limits, with and without captures, take nothing more and find
- * no lack. TOW_TEST_DEVICE (cuda:0) is the device; exit 77 where there is none.
+/* tests/gpu/memory_test.c - what a served model takes of the device is taken at start: after
+ * warming up and the seal, passes of any shape up to the limits, with and without captures, take
+ * nothing more and find no lack. TOW_TEST_DEVICE (cuda:0) is the device; exit 77 where there is
+ * none.
  */
 #include "tests/support/device.h"
 

@@ -1,5 +1,6 @@
-/* tests/gpu/pages_test.c - pages gathered, scattered and digested on the device; copies beside its work;
- * the memory it may take. TOW_TEST_DEVICE (cuda:0) is the device; exit 77 where there is none.
+/* tests/gpu/pages_test.c - pages gathered, scattered and digested on the device; copies beside its
+ * work; the memory it may take. TOW_TEST_DEVICE (cuda:0) is the device; exit 77 where there is
+ * none.
  */
 #include "tests/support/device.h"
 
@@ -210,8 +211,8 @@ static void test_copies__go_both_ways_and_tell(void **state)
     free(copy);
 }
 
-/* Digests may go to pinned host memory; memory that cannot be pinned is refused with a reason, and what was
- * never pinned may be let go. */
+/* Digests may go to pinned host memory; memory that cannot be pinned is refused with a reason, and
+ * what was never pinned may be let go. */
 static void test_pin__lends_memory_to_ops_or_says_why_not(void **state)
 {
     enum { PAGE = 4096, N = 8 };
@@ -244,7 +245,8 @@ static void test_pin__lends_memory_to_ops_or_says_why_not(void **state)
     free(digests), free(pages);
 }
 
-/* After the seal an op that needs more than any before is refused, in words, and only that pass ends. */
+/* After the seal an op that needs more than any before is refused, in words, and only that pass
+ * ends. */
 static void test_seal__refuses_growth_and_goes_on(void **state)
 {
     enum { PAGE = 8 << 20 };

@@ -1,5 +1,5 @@
-/* tests/gpu/sample_test.c - tokens drawn on the device against those of the CPU, byte for byte, over
- * vocabularies of one token up to the released model's.
+/* tests/gpu/sample_test.c - tokens drawn on the device against those of the CPU, byte for byte,
+ * over vocabularies of one token up to the released model's.
  *
  * parity_test has many more forms of small rows; here are wide ones, whole steps of mixed requests,
  * rows alone, and calls that are repeated as a graph.

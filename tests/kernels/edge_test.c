@@ -1,6 +1,6 @@
 /* tests/kernels/edge_test.c - what shapes alone do not show: ties and narrow ranges in the
- * selection and in ranks, pages beyond 4 GiB, long contexts in bounded scratch, the folded softmax against the
- * plain one, idle threads.
+ * selection and in ranks, pages beyond 4 GiB, long contexts in bounded scratch, the folded softmax
+ * against the plain one, idle threads.
  */
 #include "tests/support/check.h"
 

@@ -1,7 +1,7 @@
 /* tests/kernels/op_cases.h - random cases for every op of the table, run on any back end.
  *
- * The op list makes the table: an op without a case does not compile. A case builds its inputs from a
- * seed, runs the op in pieces, checks what can be said of the result alone, and leaves its output
+ * The op list makes the table: an op without a case does not compile. A case builds its inputs from
+ * a seed, runs the op in pieces, checks what can be said of the result alone, and leaves its output
  * bytes in the run, to be compared with another run's: of another instruction set, thread count,
  * piece size or back end. Inputs are allocated to size and their gaps hold NaN, outputs lie between
  * guards.

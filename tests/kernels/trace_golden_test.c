@@ -1,5 +1,5 @@
-/* tests/kernels/trace_golden_test.c - each op, of the CPU or of TOW_TEST_DEVICE, against the traced inside
- * of a deployed forward pass.
+/* tests/kernels/trace_golden_test.c - each op, of the CPU or of TOW_TEST_DEVICE, against the traced
+ * inside of a deployed forward pass.
  *
  * Every step takes the golden input of that step and is compared with the golden output, with the
  * single-step bounds of the goldens' README: 99 % of elements equal and rel <= 5e-4, except where

@@ -1,5 +1,5 @@
-/* tests/kernels/unit_golden_test.c - the ops against the unit goldens: the CPU's in every instruction
- * set here, or those of TOW_TEST_DEVICE. */
+/* tests/kernels/unit_golden_test.c - the ops against the unit goldens: the CPU's in every
+ * instruction set here, or those of TOW_TEST_DEVICE. */
 #include "tests/support/device.h"
 #include "tests/support/golden.h"
 

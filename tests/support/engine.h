@@ -20,7 +20,8 @@ struct test_engine {
     uint32_t n_seq_pages; /* that hold n_tokens */
 };
 
-/* Room for `n_sets` sequences of n_tokens, of which n_tails at once. Closed also after a failure. */
+/* Room for `n_sets` sequences of n_tokens, of which n_tails at once. Closed also after a
+ * failure. */
 int test_engine_open(struct test_engine *e, const char *dir, int32_t n_threads, int32_t max_rows,
                      int64_t n_tokens, uint32_t n_sets, uint32_t n_tails, struct tow_err *err);
 void test_engine_close(struct test_engine *e);

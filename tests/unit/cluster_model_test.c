@@ -996,7 +996,8 @@ static void client_captured(struct client *c, const struct wire_captured *m)
     g_rows++;
 }
 
-/* All rows of what came before it are here at the end, also those of attempts that were given up. */
+/* All rows of what came before it are here at the end, also those of attempts that were given
+ * up. */
 static void check_rows(const struct client *c)
 {
     struct wire_capture ask;

@@ -1,4 +1,5 @@
-/* Tests of kernels/pages.h on host memory: the digest is the transport's, and bytes go where they should. */
+/* Tests of kernels/pages.h on host memory: the digest is the transport's, and bytes go where they
+ * should. */
 #include "tests/support/check.h"
 
 #include "common/base/err.h"

@@ -1,5 +1,5 @@
-/* What model_forward() refuses before a kernel sees it, and that its draws are those of its logits. What
- * it computes: tests/golden. TOW_TEST_DEVICE=cuda:0: on that device. */
+/* What model_forward() refuses before a kernel sees it, and that its draws are those of its logits.
+ * What it computes: tests/golden. TOW_TEST_DEVICE=cuda:0: on that device. */
 #include "tests/support/check.h"
 #include "tests/support/device.h"
 
@@ -185,8 +185,8 @@ static void check_draws(struct model_sampler *s, float *logits, int32_t V,
     }
 }
 
-/* A prompt of two rows each, then steps, which a device launches as a graph from the third on. Each pass
- * twice: with logits beside the draws, and without. */
+/* A prompt of two rows each, then steps, which a device launches as a graph from the third on. Each
+ * pass twice: with logits beside the draws, and without. */
 static void test_model_forward__draws_are_those_of_its_logits(void **state)
 {
     (void)state;

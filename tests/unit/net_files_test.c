@@ -10,7 +10,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-/* The soft limit after a check for `needed`, 0 when it was refused with both numbers and the why. */
+/* The soft limit after a check for `needed`, 0 when it was refused with both numbers and the
+ * why. */
 static int checked(int soft, int hard, int needed)
 {
     fflush(NULL);

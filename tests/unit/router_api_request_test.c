@@ -1,5 +1,5 @@
-/* Tests of router/api_request.h: what a wrong body is told. Of every field: its name, the value that
- * was sent, and what would have been right. The tokenizer is the demo model's. */
+/* Tests of router/api_request.h: what a wrong body is told. Of every field: its name, the value
+ * that was sent, and what would have been right. The tokenizer is the demo model's. */
 #include "tests/support/check.h"
 
 #include "common/base/buf.h"

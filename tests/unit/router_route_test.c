@@ -915,7 +915,8 @@ static void test_route__client_that_goes_while_rows_are_awaited_leaves_nothing(v
     teardown(&w);
 }
 
-/* The ask goes along when a stream goes on elsewhere; its entries are of the prompt, which leads. */
+/* The ask goes along when a stream goes on elsewhere; its entries are of the prompt, which
+ * leads. */
 static void test_route__capture_goes_along_to_another_worker(void **state)
 {
     (void)state;
