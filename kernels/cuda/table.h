@@ -20,8 +20,8 @@ extern int cuda_wide_experts;
 /* Products of few rows begin to read weights while their rows are still being quantized: on. Only
  * gemm_test and bench_gemm turn it off, to compare. */
 extern int cuda_early_products;
-/* Kernels begin while the one before still ends: on. Only bench_norm turns it off, to compare
- * times. */
+/* Kernels begin while the one before still ends: on. Only bench_norm and gemm_test turn it off, to
+ * compare times and bits. */
 extern int cuda_early_launches;
 /* Kernels of the graph that was captured last; bench_step prints it, launch_test checks it. */
 extern int cuda_graph_kernels;

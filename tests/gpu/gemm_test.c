@@ -381,10 +381,10 @@ static void test_linear__products_that_begin_early_wait_for_their_rows(void **st
             for (int turn = 0; turn < 4; turn++) {
                 for (size_t k = 0; k < bytes / 2; k++) x[k] = kern_bf16_encode(draw());
                 kern_stream_write(s, x_dev, x, bytes);
-                cuda_early_products = 0;
+                cuda_early_products = cuda_early_launches = 0;
                 assert_int_equal(enqueue_chain(&chain), 0);
                 assert_int_equal(kern_stream_read(s, want, y_dev, bytes), 0);
-                cuda_early_products = 1;
+                cuda_early_products = cuda_early_launches = 1;
                 const uint64_t key = 77 + 100 * (uint64_t)kind + i;
                 assert_int_equal(kern_stream_repeat(s, key, enqueue_chain, &chain), 0);
                 assert_int_equal(kern_stream_read(s, y, y_dev, bytes), 0);
