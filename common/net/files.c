@@ -80,7 +80,7 @@ int net_threads_check(unsigned n, const char *for_what, struct tow_err *err)
     int problem = threads ? 0 : ENOMEM;
     pthread_mutex_lock(&gate);
     while (started < n && problem == 0) {
-        problem = tow_fault("worker.thread")
+        problem = tow_fault("net.thread")
                       ? EAGAIN
                       : pthread_create(&threads[started], NULL, wait_for_end, &gate);
         if (problem == 0) started++;

@@ -1039,31 +1039,12 @@ static void stop_all(struct work *w)
 }
 
 /* Where tow_fault() stands in a worker, besides the steps of messages. */
-static const char *const fault_places[] = {"*",
-                                           "cache.pin",
-                                           "ctl.frame",
-                                           "engine.memory",
-                                           "engine.probe",
-                                           "engine.step",
-                                           "kv.get",
-                                           "kv.offer",
-                                           "kv.put",
-                                           "link.flip",
-                                           "link.jam",
-                                           "link.map",
-                                           "link.ping",
-                                           "link.prove",
-                                           "mover.cancel",
-                                           "mover.connect",
-                                           "mover.drop",
-                                           "mover.expect",
-                                           "mover.offer",
-                                           "mover.relink",
-                                           "mover.send",
-                                           "mover.stop",
-                                           "mover.touch",
-                                           "text.jit",
-                                           "worker.thread"};
+static const char *const fault_places[] = {
+    "*",           "cache.pin",    "ctl.frame",    "engine.memory", "engine.probe", "engine.step",
+    "kv.get",      "kv.offer",     "kv.put",       "link.flip",     "link.jam",     "link.map",
+    "link.ping",   "link.prove",   "mover.cancel", "mover.connect", "mover.drop",   "mover.expect",
+    "mover.offer", "mover.relink", "mover.send",   "mover.stop",    "mover.touch",  "net.thread",
+    "text.jit"};
 
 static bool is_fault_place(const char *name)
 {

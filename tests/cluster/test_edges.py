@@ -121,7 +121,7 @@ def test_limits_of_threads_and_stacks_are_told(build):
     """One line before the transport, whose library aborts where a thread or a stack cannot be had."""
     flags = ["--kv-pages", "64", "--threads", "1", "--join", "tcp://127.0.0.1:1"]
     for program in ("prefill", "decode"):
-        status, text = end_of(build, program, *flags, "--fault", "worker.thread=3:fail")
+        status, text = end_of(build, program, *flags, "--fault", "net.thread=3:fail")
         assert status == 1 and " threads, 2 could be started: " in text and "ulimit -u" in text, (status, text)
     def stacks(kib):
         return ["sh", "-c", 'ulimit -s %d; exec "$@"' % kib, "sh"]
