@@ -39,13 +39,15 @@
 enum wire_role { WIRE_PREFILL_ROLE = 0, WIRE_DECODE_ROLE = 1 };
 enum wire_worker_state { WIRE_STARTING, WIRE_SERVING, WIRE_DRAINING, WIRE_STUCK };
 /* What has to agree: wire and layout in the whole pool, the model as well, numerics within a pair,
- * free settings nowhere. */
+ * free settings nowhere. Text facts with the router's own model folder, where both sides have the
+ * field; to those that know no such class they are free. */
 enum wire_fact_class {
     WIRE_FACT_WIRE,
     WIRE_FACT_LAYOUT,
     WIRE_FACT_MODEL,
     WIRE_FACT_NUMERICS,
     WIRE_FACT_FREE,
+    WIRE_FACT_TEXT,
     WIRE_FACT_CLASSES
 };
 enum wire_method { WIRE_METHOD_GET = 0, WIRE_METHOD_AM = 1 };

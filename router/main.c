@@ -10,6 +10,7 @@
 #include "common/net/loop.h"
 #include "common/net/sdnotify.h"
 #include "common/text/config.h"
+#include "common/text/identity.h"
 #include "common/text/tokenizer.h"
 #include "common/text/utf8.h"
 #include "router/api.h"
@@ -49,6 +50,9 @@ struct router {
     struct tow_opt table[MAX_OPTIONS];
     struct text_config config;
     struct text_tokenizer *tok;
+    char model_name[256]; /* the folder's */
+    uint8_t facts[1024];  /* what the folder says, for rtr_route_config */
+    uint32_t facts_bytes;
     struct tow_buf join_token;
     struct net_loop *loop;
     struct tow_metrics *metrics;
@@ -312,15 +316,21 @@ static void on_watchdog(void *arg)
 
 /* ------------------------------------------------------------------ start */
 
-static const char *base_name(const char *dir)
+/* What workers must not contradict. */
+static void collect_facts(struct router *r)
 {
-    static char name[256];
-    size_t n = strlen(dir);
-    while (n > 1 && dir[n - 1] == '/') n--;
-    size_t at = n;
-    while (at > 0 && dir[at - 1] != '/') at--;
-    snprintf(name, sizeof name, "%.*s", (int)(n - at), dir + at);
-    return name;
+    struct text_identity id;
+    struct wire_writer w = {.data = r->facts, .cap = sizeof r->facts};
+    struct wire_fact f = {WIRE_FACT_FREE, wire_text(RTR_MODEL_NAME), wire_text(r->model_name)};
+    wire_put_fact(&w, &f);
+    text_identity_read(&id, r->set.model_dir, &r->config);
+    for (uint32_t i = 0; i < id.n; i++) {
+        f = (struct wire_fact){WIRE_FACT_TEXT, wire_text(id.items[i].field),
+                               wire_text(id.items[i].value)};
+        wire_put_fact(&w, &f);
+    }
+    tow_assert(!w.failed);
+    r->facts_bytes = (uint32_t)w.len;
 }
 
 static int load_text(struct router *r, struct tow_err *err)
@@ -334,6 +344,8 @@ static int load_text(struct router *r, struct tow_err *err)
     if (text_tokenizer_n_ids(r->tok) > r->config.vocab_size)
         return tow_fail(err, TOW_ECONFIG, "%s: ids up to %d, but config.json says vocab_size %d",
                         path, text_tokenizer_n_ids(r->tok) - 1, r->config.vocab_size);
+    text_folder_name(r->set.model_dir, r->model_name, sizeof r->model_name);
+    collect_facts(r);
     return 0;
 }
 
@@ -418,6 +430,7 @@ static int start(struct router *r, struct tow_err *err)
                                      .queue_timeout_ms = (uint32_t)(s->queue_timeout_s * 1000),
                                      .lease_ms = (uint32_t)s->lease_ms,
                                      .join_token = r->join_token.len ? r->join_token.data : NULL,
+                                     .facts = {r->facts, r->facts_bytes},
                                      .eos = eos,
                                      .n_eos = (uint32_t)r->config.n_eos,
                                      .warm_up = warm_up,
@@ -439,7 +452,7 @@ static int start(struct router *r, struct tow_err *err)
              s->http.port);
     api.http_addr = addr;
     api.served_model_name = s->served_model_name;
-    api.model_name = base_name(s->model_dir);
+    api.model_name = r->model_name;
     api.api_key_file = s->api_key_file;
     api.context_length = (uint32_t)r->config.max_positions;
     api.n_vocab = (uint32_t)r->config.vocab_size;

@@ -32,7 +32,19 @@ void rtr_registry_init(struct rtr_registry *g, uint32_t heartbeat_ms, uint32_t s
 void rtr_registry_fini(struct rtr_registry *g)
 {
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) free(g->workers[i].facts);
+    free(g->facts);
     memset(g, 0, sizeof *g);
+}
+
+int rtr_registry_own_facts(struct rtr_registry *g, struct wire_bytes facts, struct tow_err *err)
+{
+    tow_assert(!g->facts);
+    if (!facts.len) return 0;
+    g->facts = malloc(facts.len);
+    if (!g->facts) return tow_fail(err, TOW_ENOMEM, "no memory for the facts of the router");
+    memcpy(g->facts, facts.data, facts.len);
+    g->facts_bytes = facts.len;
+    return 0;
 }
 
 static void set_state(struct rtr_worker *w, enum rtr_worker_state to)
@@ -76,6 +88,11 @@ static void say_diff(struct rtr_join *j, struct wire_text field, struct wire_tex
     wire_text_copy(theirs, j->theirs, sizeof j->theirs);
 }
 
+static bool same_value(const struct wire_fact *a, const struct wire_fact *b)
+{
+    return a->value.len == b->value.len && !memcmp(a->value.data, b->value.data, a->value.len);
+}
+
 /* Every fact of a class in `mask` must stand in both lists with one value. */
 static bool facts_agree(struct wire_bytes ours, struct wire_bytes theirs, unsigned mask,
                         struct rtr_join *diff)
@@ -85,8 +102,7 @@ static bool facts_agree(struct wire_bytes ours, struct wire_bytes theirs, unsign
     while (wire_next_fact(ours, &at, &a)) {
         if (a.class >= WIRE_FACT_FREE || !(mask & 1u << a.class)) continue;
         bool there = find_fact(theirs, a.field, &b);
-        if (there && a.value.len == b.value.len && !memcmp(a.value.data, b.value.data, a.value.len))
-            continue;
+        if (there && same_value(&a, &b)) continue;
         say_diff(diff, a.field, a.value, there ? b.value : wire_text("(absent)"));
         return false;
     }
@@ -112,6 +128,60 @@ static int refuse(struct rtr_join *j, int code, const char *field, const char *o
     snprintf(j->ours, sizeof j->ours, "%s", ours);
     snprintf(j->theirs, sizeof j->theirs, "%s", theirs);
     return tow_fail(err, code, "%s is %s, must be %s", field, theirs, ours);
+}
+
+/* "another model", with both names where both are known and tell the two apart. */
+static const char *name_models(struct wire_bytes ours, struct wire_bytes theirs, char *out,
+                               size_t cap)
+{
+    struct wire_fact a, b;
+    int n = snprintf(out, cap, "another model");
+    if (find_fact(ours, wire_text(RTR_MODEL_NAME), &a) &&
+        find_fact(theirs, wire_text(RTR_MODEL_NAME), &b) && !same_value(&a, &b))
+        snprintf(out + n, cap - (size_t)n, ", '%.*s' and not '%.*s'", (int)a.value.len,
+                 a.value.data, (int)b.value.len, b.value.data);
+    return out;
+}
+
+/* With the router's own model folder. A field that one side does not have is no difference: older
+ * workers have none, and a folder of weights needs no tokenizer. */
+static int check_own(const struct rtr_registry *g, const struct wire_hello *m, struct rtr_join *j,
+                     struct tow_err *err)
+{
+    const struct wire_bytes own = {g->facts, g->facts_bytes};
+    struct wire_fact a, b;
+    char models[2 * WIRE_MAX_VALUE + 40];
+    for (size_t at = 0; wire_next_fact(own, &at, &a);) {
+        if (a.class != WIRE_FACT_TEXT || !find_fact(m->facts, a.field, &b) || same_value(&a, &b))
+            continue;
+        say_diff(j, a.field, a.value, b.value);
+        return tow_fail(err, TOW_EMISMATCH,
+                        "%s is %s, must be %s as in this router's --model: it serves %s", j->field,
+                        j->theirs, j->ours, name_models(own, m->facts, models, sizeof models));
+    }
+    return 0;
+}
+
+/* With a live worker. Another model is said first: its layout differs only because of it. */
+static int check_other(const struct rtr_worker *w, const struct wire_hello *m, struct rtr_join *j,
+                       struct tow_err *err)
+{
+    char a[64], b[64], models[2 * WIRE_MAX_VALUE + 40];
+    if (!facts_agree(facts_of(w), m->facts, 1u << WIRE_FACT_MODEL, j))
+        return tow_fail(err, TOW_EMISMATCH,
+                        "%s is %s, must be %s as of worker %s: it serves %s, or another revision",
+                        j->field, j->theirs, j->ours, w->name,
+                        name_models(facts_of(w), m->facts, models, sizeof models));
+    if (w->page_tokens != m->page_tokens) {
+        snprintf(a, sizeof a, "%u", w->page_tokens);
+        snprintf(b, sizeof b, "%u", m->page_tokens);
+        say_diff(j, wire_text("page_tokens"), wire_text(a), wire_text(b));
+    } else if (facts_agree(facts_of(w), m->facts, 1u << WIRE_FACT_WIRE | 1u << WIRE_FACT_LAYOUT,
+                           j)) {
+        return 0;
+    }
+    return tow_fail(err, TOW_EMISMATCH, "%s is %s, must be %s as of worker %s", j->field, j->theirs,
+                    j->ours, w->name);
 }
 
 /* None on both sides, or the same. Without an early way out, so that the time says nothing about
@@ -164,6 +234,8 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
     if (m->role == WIRE_PREFILL_ROLE && m->max_pending_tokens == 0)
         return refuse(j, TOW_EINVAL, "max_pending_tokens", "at least 1", "0", err);
 
+    int rc = check_own(g, m, j, err);
+    if (rc < 0) return rc;
     uint32_t same = rtr_registry_by_name(g, m->name), unused = RTR_NO_WORKER;
     for (uint32_t i = 0; i < RTR_MAX_WORKERS; i++) {
         const struct rtr_worker *w = &g->workers[i];
@@ -173,15 +245,7 @@ int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m,
             continue;
         }
         if (i == same) continue;
-        if (w->page_tokens != m->page_tokens) {
-            snprintf(a, sizeof a, "%u", w->page_tokens);
-            snprintf(b, sizeof b, "%u", m->page_tokens);
-            return refuse(j, TOW_EMISMATCH, "page_tokens", a, b, err);
-        }
-        unsigned mask = 1u << WIRE_FACT_WIRE | 1u << WIRE_FACT_LAYOUT | 1u << WIRE_FACT_MODEL;
-        if (!facts_agree(facts_of(w), m->facts, mask, j))
-            return tow_fail(err, TOW_EMISMATCH, "%s is %s, must be %s as of worker %s", j->field,
-                            j->theirs, j->ours, w->name);
+        if ((rc = check_other(w, m, j, err)) < 0) return rc;
     }
     if (same != RTR_NO_WORKER && g->workers[same].state != RTR_GONE) {
         const struct rtr_worker *w = &g->workers[same];

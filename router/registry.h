@@ -39,6 +39,7 @@
 #define RTR_TRIP        3
 #define RTR_NO_WORKER   UINT32_MAX
 #define RTR_WHY_BYTES   160
+#define RTR_MODEL_NAME  "free.model" /* the fact that names a model folder, for people */
 /* Greetings in a row without answer until one end has to relink, and until it has to although it
  * still works on something; the least time between two times at one worker. */
 #define RTR_UNANSWERED      2
@@ -110,7 +111,7 @@ struct rtr_link {
 struct rtr_refused {
     char name[WIRE_MAX_NAME + 1]; /* as it calls itself */
     enum wire_role role;
-    char field[WIRE_MAX_NAME + 1], why[RTR_WHY_BYTES];
+    char field[WIRE_MAX_NAME + 1], why[WIRE_MAX_NOTE + 1];
     uint64_t times, last_ms; /* times 0: free; last_ms: the last time, as now_ms */
 };
 
@@ -122,6 +123,8 @@ struct rtr_registry {
     uint64_t retry_ms[RTR_MAX_WORKERS][RTR_MAX_WORKERS]; /* when to ask for the next proof */
     uint32_t heartbeat_ms, stall_ms;
     char join_token[257]; /* "" : none */
+    uint8_t *facts;       /* owned: what the router's own model folder says; NULL: not compared */
+    uint32_t facts_bytes;
     struct rtr_refused refused[RTR_MAX_REFUSED];
     uint64_t picks;
     uint64_t joins, refusals, losses; /* counters */
@@ -130,6 +133,9 @@ struct rtr_registry {
 void rtr_registry_init(struct rtr_registry *g, uint32_t heartbeat_ms, uint32_t stall_ms,
                        const char *join_token);
 void rtr_registry_fini(struct rtr_registry *g);
+/* What the router's own model folder says: text facts that workers must not contradict, and the
+ * free fact RTR_MODEL_NAME. Copied; once, after init. */
+int rtr_registry_own_facts(struct rtr_registry *g, struct wire_bytes facts, struct tow_err *err);
 
 struct rtr_join {
     uint32_t slot; /* on success */
@@ -139,8 +145,9 @@ struct rtr_join {
     /* on refusal */
     char field[WIRE_MAX_NAME + 1], ours[WIRE_MAX_VALUE + 1], theirs[WIRE_MAX_VALUE + 1];
 };
-/* Admits or refuses. Wire, model and layout facts must equal those of all live workers; numerics
- * may differ (such pairs are not made); free ones too. When *join->replaced is set, the caller has
+/* Admits or refuses. Wire, model and layout facts must equal those of all live workers, text facts
+ * the router's own where it has the field; numerics may differ (such pairs are not made); free ones
+ * too. When *join->replaced is set, the caller has
  * to end the old tickets before it uses the slot: check() says so without admitting. */
 int rtr_registry_check(const struct rtr_registry *g, const struct wire_hello *m, uint64_t now_ms,
                        struct rtr_join *join, struct tow_err *err);

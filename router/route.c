@@ -1720,6 +1720,13 @@ int rtr_route_new(struct rtr_route **out, const struct rtr_route_config *cfg, st
         return tow_fail(err, TOW_ENOMEM, "out of memory");
     }
     rtr_registry_init(&r->workers, r->cfg.heartbeat_ms, r->cfg.stall_ms, cfg->join_token);
+    int rc = rtr_registry_own_facts(&r->workers, cfg->facts, err);
+    if (rc < 0) {
+        free(r->eos);
+        free(r->warm_up);
+        free(r);
+        return rc;
+    }
     tow_list_init(&r->jobs);
     tow_list_init(&r->dead);
     tow_list_init(&r->runs);

@@ -53,15 +53,16 @@ struct rtr_job; /* one accepted request */
 struct rtr_route_config {
     uint32_t max_queued, max_queued_tokens; /* at least 1 each */
     uint32_t queue_timeout_ms;
-    uint32_t lease_ms;      /* 0: 30000 */
-    uint32_t reserve_ms;    /* 0: 10000 */
-    uint32_t stall_ms;      /* 0: 120000 */
-    uint32_t cancel_ms;     /* 0: 30000 */
-    uint32_t heartbeat_ms;  /* 0: 1000 */
-    uint32_t max_attempts;  /* 0: 4 */
-    uint32_t max_passes;    /* 0: 64 */
-    const char *join_token; /* NULL: none; copied */
-    const uint32_t *eos;    /* copied */
+    uint32_t lease_ms;       /* 0: 30000 */
+    uint32_t reserve_ms;     /* 0: 10000 */
+    uint32_t stall_ms;       /* 0: 120000 */
+    uint32_t cancel_ms;      /* 0: 30000 */
+    uint32_t heartbeat_ms;   /* 0: 1000 */
+    uint32_t max_attempts;   /* 0: 4 */
+    uint32_t max_passes;     /* 0: 64 */
+    const char *join_token;  /* NULL: none; copied */
+    struct wire_bytes facts; /* see rtr_registry_own_facts() */
+    const uint32_t *eos;     /* copied */
     uint32_t n_eos;
     const uint32_t *warm_up; /* ids of a small prompt, copied; NULL: {0} */
     uint32_t n_warm_up;

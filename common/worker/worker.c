@@ -17,6 +17,7 @@
 #include "common/net/sdnotify.h"
 #include "common/net/status.h"
 #include "common/text/config.h"
+#include "common/text/identity.h"
 #include "common/worker/limits.h"
 #include "kernels/dev.h"
 
@@ -330,7 +331,8 @@ static void collect_facts(struct work *w)
 {
     const struct kern_kv_layout *l = w->layout;
     const struct model_options *o = model_peek_options(w->model);
-    char print[MODEL_FINGERPRINT_CHARS];
+    char print[MODEL_FINGERPRINT_CHARS], name[WIRE_MAX_VALUE];
+    struct text_identity id;
     model_weights_fingerprint(model_peek_weights(w->model), print);
     fact(w, WIRE_FACT_WIRE, "wire.protocol", "%d", WIRE_PROTOCOL_MAX);
     fact(w, WIRE_FACT_LAYOUT, "layout.version", "%d", KERN_KV_LAYOUT_VERSION);
@@ -352,6 +354,11 @@ static void collect_facts(struct work *w)
     fact(w, WIRE_FACT_FREE, "free.device", "%s", w->set.engine.device);
     fact(w, WIRE_FACT_FREE, "free.isa", "%s", kern_dev_isa(model_peek_dev(w->model)));
     fact(w, WIRE_FACT_FREE, "free.threads", "%d", kern_dev_threads(model_peek_dev(w->model)));
+    fact(w, WIRE_FACT_FREE, "free.model", "%s",
+         text_folder_name(w->set.model_dir, name, sizeof name));
+    text_identity_read(&id, w->set.model_dir, &model_peek_weights(w->model)->config);
+    for (uint32_t i = 0; i < id.n; i++)
+        fact(w, WIRE_FACT_TEXT, id.items[i].field, "%s", id.items[i].value);
 }
 
 /* ------------------------------------------------------------------ routers */
@@ -497,20 +504,13 @@ static void relinked(struct work *w, const struct kv_mover_event *ev)
             net_ctl_close(o->routers[i].link, TOW_EPEER, "to join anew with a new data link");
 }
 
-/* Once, not at each retry. The note begins with field and values, too. */
+/* Once, not at each retry. The note has field and values, and says whose they are. */
 static void refused(struct router *r, const struct wire_refuse *m)
 {
-    char ours[WIRE_MAX_VALUE + 1], theirs[WIRE_MAX_VALUE + 1], field[WIRE_MAX_NAME + 1];
-    char note[WIRE_MAX_NOTE + 1], known[sizeof field + sizeof ours + sizeof theirs + 20];
-    wire_text_copy(m->field, field, sizeof field);
-    wire_text_copy(m->ours, ours, sizeof ours);
-    wire_text_copy(m->theirs, theirs, sizeof theirs);
+    char note[WIRE_MAX_NOTE + 1];
     wire_text_copy(m->note, note, sizeof note);
-    const int n = snprintf(known, sizeof known, "%s is %s, must be %s", field, theirs, ours);
-    const bool same = strncmp(note, known, (size_t)n) == 0;
     if (!r->refused || strcmp(r->why, note) != 0)
-        tow_error("%s: router %s refuses: %s: router has '%s', worker has '%s'%s%s", r->w->name,
-                  r->url, field, ours, theirs, same ? "" : ": ", same ? note + n : note);
+        tow_error("%s: router %s refuses: %s", r->w->name, r->url, note);
     r->refused = true;
     snprintf(r->why, sizeof r->why, "%s", note);
 }
@@ -857,7 +857,7 @@ static int open_mover(struct work *w, struct tow_err *err)
     struct kv_fact facts[MAX_FACTS];
     uint32_t n = 0;
     for (uint32_t i = 0; i < o->n_facts; i++)
-        if (o->facts[i].class != WIRE_FACT_FREE)
+        if (o->facts[i].class < WIRE_FACT_FREE)
             facts[n++] = (struct kv_fact){o->facts[i].field.data, o->facts[i].value.data};
     struct kv_mover_config c = {.name = w->name,
                                 .incarnation = w->incarnation,

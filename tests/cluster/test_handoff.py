@@ -4,6 +4,7 @@ fit are refused with one line. usage: test_handoff.py BUILD_DIR"""
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 
@@ -130,7 +131,7 @@ def test_mismatched_workers(build):
                 w.start()
                 w.wait_log(r"refuses: .*" + parts[0] if parts[0] != "refuses" else r"refuses: ", 20)
                 line = one_line(w.log(), "refuses", *parts)
-                assert re.search(r"router has '[^']+', worker has '[^']+'", line), line
+                assert re.search(r"\S+ is \S+, must be \S+ as of worker [pd]1", line), line
                 assert c.request("GET", "/ready")[0] == 200 and w.name not in c.admin()
                 assert w.alive()
                 w.terminate()
@@ -148,6 +149,59 @@ def test_mismatched_workers(build):
         status, _ = c.chat("Who are you?")
         assert status == 200
         c.wait_idle()
+
+
+def test_worker_of_another_model(build):
+    """Alone with a router whose model it does not serve, it is refused all the same: ids of one tokenizer mean nothing to the other."""
+    with Cluster(build, start=False) as c:
+        # the router's folder is the other one, so that the workers' weights fit their own: one word of the tokenizer differs,
+        # and then the numbers of config.json too
+        other = os.path.join(c.dir, "other-model")
+        os.mkdir(other)
+        for f in ("config.json", "tokenizer.json", "generation_config.json"):
+            shutil.copy(os.path.join(MODEL, f), other)
+        with open(os.path.join(other, "tokenizer.json"), "a") as f:
+            f.write("\n")
+        argv, flags = c.router.argv, lambda folder: ["--model", folder] + argv[2:]
+        assert argv[0] == "--model", argv
+        c.router.argv = flags(other)
+        c.router.start().wait_up()
+        for w in c.workers:
+            w.start().wait_up()
+            line = w.wait_log(r"refuses: model\.tokenizer is ([0-9a-f]{16}), must be ([0-9a-f]{16}) as in this router's --model: "
+                              r"it serves another model, 'other-model' and not 'demo-model'")
+            assert line.group(1) != line.group(2)
+            one_line(c.router.log(), "worker %s is refused: model.tokenizer is %s" % (w.name, line.group(1)), "another model")
+            status, _, text = harness.http_call(w.port, "GET", "/ready")
+            assert status == 503 and b"refuses: model.tokenizer is" in text and b"'other-model'" in text, text
+        seen = json.loads(c.request("GET", "/admin/refused")[2])
+        assert {f["name"]: f["field"] for f in seen} == {"p1": "model.tokenizer", "d1": "model.tokenizer"}, seen
+        assert c.request("GET", "/ready")[0] == 503 and c.admin() == {}
+        shown = subprocess.run([os.path.join(harness.ROOT, build, "bin", "towpath-ctl"), "status", "--url",
+                                "http://127.0.0.1:%d" % c.port], stdout=subprocess.PIPE).stdout.decode()
+        assert re.search(r"^refused decode worker d1: model\.tokenizer is .*'other-model' and not 'demo-model'", shown, re.M), shown
+        # a larger vocabulary is said first; of a folder of weights alone, without a tokenizer, the numbers still tell
+        with open(os.path.join(MODEL, "config.json")) as f:
+            config = json.load(f)
+        with open(os.path.join(other, "config.json"), "w") as f:
+            json.dump(dict(config, vocab_size=config["vocab_size"] + 128), f)
+        bare = os.path.join(c.dir, "bare")
+        os.mkdir(bare)
+        for f in ("config.json", "model.safetensors"):
+            os.symlink(os.path.join(MODEL, f), os.path.join(bare, f))
+        c.router.restart()
+        w = c.worker("decode", "weights-only", "--model", bare)
+        c.others.append(w)
+        w.start()
+        w.wait_log(r"refuses: model\.vocab_size is %d, must be %d as in this router's --model" %
+                   (config["vocab_size"], config["vocab_size"] + 128))
+        # the router gets the right folder: they join by themselves, and the weights alone will do
+        c.router.argv = flags(MODEL)
+        c.router.restart()
+        c.wait_ready()
+        wait_for("the one without a tokenizer has joined", lambda: w.name in c.admin())
+        assert c.chat("Who are you?")[0] == 200
+        assert json.loads(c.request("GET", "/admin/refused")[2]) == []
 
 
 def test_join_token(build):
@@ -198,7 +252,7 @@ def test_join_token(build):
         c.router.start().wait_up()
         for w in c.workers:
             w.start().wait_up()
-        c.decodes[0].wait_log(r"refuses: join_token: router has 'none', worker has 'one': .*--join-token-file")
+        c.decodes[0].wait_log(r"refuses: join_token is one, must be none: .*--join-token-file")
         c.router.wait_log(r"decode worker d1 is refused: join_token is one, must be none")
         status, _, text = harness.http_call(c.decodes[0].port, "GET", "/ready")
         assert status == 503 and b"this router has no --join-token-file" in text, text
@@ -326,5 +380,5 @@ def test_bad_settings(build):
 
 
 if __name__ == "__main__":
-    harness.main([test_equal_to_one_process, test_used_pools, test_memory_apart, test_mismatched_workers, test_join_token, test_ports,
-                  test_bad_settings], __doc__)
+    harness.main([test_equal_to_one_process, test_used_pools, test_memory_apart, test_mismatched_workers, test_worker_of_another_model,
+                  test_join_token, test_ports, test_bad_settings], __doc__)

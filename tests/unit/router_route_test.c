@@ -332,6 +332,92 @@ static void test_route__join_that_does_not_fit_is_refused_with_both_values(void 
     teardown(&w);
 }
 
+static int check_join(const struct rtr_registry *g, const char *name, struct facts *f,
+                      struct rtr_join *j, struct tow_err *err)
+{
+    const struct wire_msg m = hello(name, false, 7, f);
+    return rtr_registry_check(g, &m.hello, 1, j, err);
+}
+
+/* The router's ids mean nothing to another model, whether or not it is the first to come. */
+static void test_route__worker_of_another_model_than_the_routers_is_refused(void **state)
+{
+    (void)state;
+    struct rtr_registry *g = calloc(1, sizeof *g);
+    struct rtr_join j;
+    struct tow_err err;
+    struct facts own = {0}, same = {0}, fewer = {0}, other = {0}, tok = {0};
+    assert_non_null(g);
+    fact(&own, WIRE_FACT_FREE, RTR_MODEL_NAME, "a");
+    fact(&own, WIRE_FACT_TEXT, "model.vocab_size", "1000");
+    fact(&own, WIRE_FACT_TEXT, "model.tokenizer", "11");
+    rtr_registry_init(g, 1000, 1000, "secret");
+    assert_int_equal(
+        rtr_registry_own_facts(g, (struct wire_bytes){own.bytes, (uint32_t)own.w.len}, &err), 0);
+    fact(&same, WIRE_FACT_TEXT, "model.vocab_size", "1000");
+    fact(&same, WIRE_FACT_TEXT, "model.tokenizer", "11");
+    fact(&same, WIRE_FACT_TEXT, "model.later", "the router does not know it");
+    fact(&same, WIRE_FACT_FREE, RTR_MODEL_NAME, "a-quantised");
+    assert_int_equal(check_join(g, "d1", &same, &j, &err), 0);
+    assert_int_equal(check_join(g, "d1", NULL, &j, &err), 0); /* an older one says nothing */
+    fact(&fewer, WIRE_FACT_TEXT, "model.vocab_size", "1000");
+    assert_int_equal(check_join(g, "d1", &fewer, &j, &err), 0);
+
+    fact(&other, WIRE_FACT_FREE, RTR_MODEL_NAME, "b");
+    fact(&other, WIRE_FACT_TEXT, "model.vocab_size", "512");
+    assert_int_equal(check_join(g, "d1", &other, &j, &err), TOW_EMISMATCH);
+    assert_string_equal(err.msg, "model.vocab_size is 512, must be 1000 as in this router's "
+                                 "--model: it serves another model, 'a' and not 'b'");
+    assert_string_equal(j.field, "model.vocab_size");
+    assert_string_equal(j.ours, "1000");
+    assert_string_equal(j.theirs, "512");
+    fact(&tok, WIRE_FACT_TEXT, "model.vocab_size", "1000");
+    fact(&tok, WIRE_FACT_TEXT, "model.tokenizer", "1");
+    assert_int_equal(check_join(g, "d1", &tok, &j, &err), TOW_EMISMATCH);
+    assert_string_equal(err.msg, "model.tokenizer is 1, must be 11 as in this router's --model: "
+                                 "it serves another model");
+    rtr_registry_fini(g);
+    free(g);
+}
+
+/* Two values alone do not say whose they are, and a layout that differs because the model does is
+ * no layout to look into. */
+static void test_route__refusal_because_of_another_worker_names_it_and_its_model(void **state)
+{
+    (void)state;
+    struct world w;
+    struct facts a = {0}, b = {0}, c = {0};
+    setup(&w);
+    fact(&a, WIRE_FACT_LAYOUT, "layout.page_bytes", "4096");
+    fact(&a, WIRE_FACT_MODEL, "model.fingerprint", "aa");
+    fact(&a, WIRE_FACT_FREE, RTR_MODEL_NAME, "flash");
+    struct wire_msg m = hello("p1", true, 7, &a);
+    message(&w, P1, &m);
+    fact(&b, WIRE_FACT_LAYOUT, "layout.page_bytes", "8192");
+    fact(&b, WIRE_FACT_MODEL, "model.fingerprint", "bb");
+    fact(&b, WIRE_FACT_FREE, RTR_MODEL_NAME, "pro");
+    m = hello("d1", false, 8, &b);
+    m.hello.page_tokens = 8;
+    message(&w, D1, &m);
+    const char *said = "model.fingerprint is bb, must be aa as of worker p1: it serves another "
+                       "model, 'flash' and not 'pro', or another revision";
+    assert_non_null(strstr(logged(&w), said));
+    assert_true(wire_text_is(sent(&w, WIRE_REFUSE_MSG)->msg.refuse.note, said));
+    uint32_t at = 0;
+    assert_string_equal(rtr_registry_next_refused(rtr_route_registry(w.route), &at, w.now)->why,
+                        said);
+    m = hello("d2", false, 9, &a);
+    m.hello.page_tokens = 8;
+    message(&w, D2, &m);
+    assert_non_null(strstr(logged(&w), "page_tokens is 8, must be 4 as of worker p1"));
+    fact(&c, WIRE_FACT_LAYOUT, "layout.page_bytes", "8192");
+    fact(&c, WIRE_FACT_MODEL, "model.fingerprint", "aa");
+    m = hello("d3", false, 10, &c);
+    message(&w, D3, &m);
+    assert_non_null(strstr(logged(&w), "layout.page_bytes is 8192, must be 4096 as of worker p1"));
+    teardown(&w);
+}
+
 /* It would join, and make no pair with the others. */
 static void test_route__a_join_token_is_refused_where_there_is_none(void **state)
 {
@@ -1254,6 +1340,8 @@ static void test_route__worker_that_hears_no_greeting_has_to_relink(void **state
 int main(void)
 {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_route__worker_of_another_model_than_the_routers_is_refused),
+        cmocka_unit_test(test_route__refusal_because_of_another_worker_names_it_and_its_model),
         cmocka_unit_test(test_route__a_join_token_is_refused_where_there_is_none),
         cmocka_unit_test(test_route__refused_names_are_bounded),
         cmocka_unit_test(test_route__names_are_checked_when_a_worker_joins),
