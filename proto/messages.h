@@ -146,6 +146,9 @@ struct wire_ticket {
     F(text, name, WIRE_MAX_NAME, "peer that died or left")                                         \
     F(u64, incarnation, UINT64_MAX, "of that peer")
 #define WIRE_RELINK(F) F(text, note, WIRE_MAX_NOTE, "why, for the log")
+#define WIRE_UNFIT(F)                                                                              \
+    F(text, name, WIRE_MAX_NAME, "the other one")                                                  \
+    F(text, note, WIRE_MAX_NOTE, "which field; prefill's value, then decode's")
 #define WIRE_UNANSWERED(F)                                                                         \
     F(text, name, WIRE_MAX_NAME, "decode worker that did not answer the greeting")                 \
     F(u64, incarnation, UINT64_MAX, "of that worker")
@@ -294,6 +297,7 @@ struct wire_ticket {
     M(unpair, UNPAIR, 18, 1, 1024, "R>W", "a peer is gone")                                        \
     M(relink, RELINK, 19, 1, 1024, "R>W", "make the data link anew, then join anew")               \
     M(unanswered, UNANSWERED, 20, 1, 1024, "P>R", "follows a PAIRED that is not ok: silence")      \
+    M(unfit, UNFIT, 21, 1, 1024, "R>W", "no pair with that one while both live, for the log")      \
     M(reserve, RESERVE, 32, 1, WIRE_MAX_TOKENS * 4 + 65536, "R>D", "hold pages and a slot")        \
     M(grant, GRANT, 33, 1, 1024, "D>R", "held")                                                    \
     M(deny, DENY, 34, 1, 4096, "W>R", "not held; nothing is left of the ticket")                   \

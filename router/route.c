@@ -747,6 +747,11 @@ static void prove(struct rtr_route *r, uint32_t p, uint32_t d, uint64_t now_ms,
         tow_fail(&act(out, RTR_DO_LOG)->refusal.err, TOW_EMISMATCH,
                  "%s and %s are no pair: %s: '%s' and '%s'", wp->name, wd->name, diff.field,
                  diff.ours, diff.theirs);
+        const struct wire_text why = wire_text(r->workers.links[p][d].why);
+        send_to(out, wp->conn, WIRE_UNFIT_MSG)->unfit =
+            (struct wire_unfit){.name = wire_text(wd->name), .note = why};
+        send_to(out, wd->conn, WIRE_UNFIT_MSG)->unfit =
+            (struct wire_unfit){.name = wire_text(wp->name), .note = why};
         return;
     }
     r->workers.proof[p][d] = RTR_PROVING;

@@ -574,6 +574,11 @@ static void on_frame(void *arg, struct net_ctl *c, uint16_t type, const void *bo
         begin_drain(w, m.drain.limit_ms ? m.drain.limit_ms : drain_limit_ms(w));
         break;
     case WIRE_RELINK_MSG: relink(w, r, &m.relink); break;
+    case WIRE_UNFIT_MSG:
+        tow_warn("%s: router %s: no pair with %.*s: %.*s (prefill's value and decode's)", w->name,
+                 r->url, (int)m.unfit.name.len, m.unfit.name.data, (int)m.unfit.note.len,
+                 m.unfit.note.data);
+        break;
     default:
         if (r->owner) w->role->on_message(w->own->self, r->owner, &m);
         break;

@@ -142,6 +142,8 @@ def test_mismatched_workers(build):
         w.start()
         line = c.router.wait_log(r"topk and d1 are no pair: .*").group(0)
         assert "index_topk" in line and "'65' and '64'" in line, line
+        for one, other in ((w, "d1"), (c.decodes[0], "topk")):
+            one.wait_log(r"no pair with %s: numerics\.index_topk: '65' and '64'" % other)
         wait_for("it is seen", lambda: "topk" in c.admin())
         pair = c.admin()["topk"]["pairs"][0]
         assert pair["proof"] == "refuted" and c.admin()["topk"]["state"] == "starting"

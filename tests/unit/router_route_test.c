@@ -298,6 +298,12 @@ static void test_route__join_that_does_not_fit_is_refused_with_both_values(void 
     message(&w, D2, &m);
     assert_non_null(sent(&w, WIRE_WELCOME_MSG));
     assert_null(sent(&w, WIRE_PAIR_MSG));
+    const struct wire_unfit *u = &nth(&w, RTR_DO_SEND, WIRE_UNFIT_MSG, P1, 0)->msg.unfit;
+    assert_true(wire_text_is(u->name, "d1") &&
+                wire_text_is(u->note, "index_topk: '512' and '1024'"));
+    u = &nth(&w, RTR_DO_SEND, WIRE_UNFIT_MSG, D2, 0)->msg.unfit;
+    assert_true(wire_text_is(u->name, "p1") &&
+                wire_text_is(u->note, "index_topk: '512' and '1024'"));
     m = hello("d2", false, 9, &a);
     m.hello.join_token = (struct wire_bytes){"secreT", 6};
     message(&w, D3, &m);
