@@ -2,8 +2,9 @@
  *
  * Why      The router reads config.json and tokenizer.json, workers read the weights, perhaps of
  *          another folder on another host. Ids of one tokenizer mean nothing to another model.
- * Holds    What must be alike for the ids of one side to be right on the other, and no more: weights
- *          in another number format are the same model here, and end ids are the router's own.
+ * Holds    What must be alike for the ids of one side to be right on the other, and no more:
+ *          weights in another number format are the same model here, and the ids that end an
+ *          answer come from the router alone.
  * Threads  [any thread]
  */
 #ifndef TEXT_IDENTITY_H
