@@ -563,6 +563,7 @@ static int read_config(struct tow_opts *o, const char *path, struct tow_err *err
     return rc;
 }
 
+/* Comes after the flags, whose values stay. */
 static int read_env(struct tow_opts *o, const char *const *env, const char **config,
                     struct tow_err *err)
 {
@@ -578,7 +579,7 @@ static int read_env(struct tow_opts *o, const char *const *env, const char **con
         }
         name[n] = 0;
         if (!strcmp(name, "config")) {
-            *config = eq + 1;
+            if (!*config) *config = eq + 1;
             continue;
         }
         const struct tow_opt *opt = len <= MAX_NAME ? find(o->spec, name, n) : NULL;
@@ -588,7 +589,10 @@ static int read_env(struct tow_opts *o, const char *const *env, const char **con
             snprintf(where, sizeof where, "variable '%.*s'", (int)(n + 8), *env);
             return unknown(o->spec, where, name, n, err);
         }
-        int rc = set_text(o, opt, eq + 1, TOW_FROM_ENV, 0, err);
+        const struct value *v = &o->values[opt - o->spec->table];
+        int rc = v->text && v->from == TOW_FROM_FLAG
+                     ? 0
+                     : set_text(o, opt, eq + 1, TOW_FROM_ENV, 0, err);
         if (rc < 0) return rc;
     }
     return 0;
@@ -667,16 +671,18 @@ static int read_flags(struct tow_opts *o, int argc, const char *const *argv, con
     return 0;
 }
 
-/* Flags and environment are read first (they may name the config file) and laid over the file's. */
+/* Flags and environment are read first (they may name the config file) and laid over the file's.
+ * --help and --version work whatever the environment holds. */
 static int read_sources(struct tow_opts *o, int argc, const char *const *argv,
                         const char *const *env, enum tow_opts_do *what, struct tow_err *err)
 {
     const char *config = NULL;
     struct value *file = NULL;
     size_t n = o->spec->n;
-    int rc = read_env(o, env, &config, err);
-    if (rc == 0) rc = read_flags(o, argc, argv, &config, what, err);
+    int rc = read_flags(o, argc, argv, &config, what, err);
     if (rc < 0 || *what == TOW_OPTS_HELP || *what == TOW_OPTS_VERSION) return rc;
+    rc = read_env(o, env, &config, err);
+    if (rc < 0) return rc;
     if (config) {
         struct value *over = o->values;
         file = calloc(n ? n : 1, sizeof *file);

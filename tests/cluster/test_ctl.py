@@ -418,6 +418,11 @@ class CtlTest(unittest.TestCase):
             self.assertIn(b"TOWPATH_URLS", r.stdout)
         self.fails(self.ctl("status", "--url", self.url, env={"TOWPATH_NONSENSE": "1"}), "TOWPATH_NONSENSE")
         self.fails(self.ctl("status", env={"TOWPATH_TIMEOUT": "0"}), "TOWPATH_TIMEOUT")
+        for program in ("router", "prefill", "decode", "ctl"):  # whatever the environment says
+            for args in (["--help"], ["--version"]) + ((["status", "--help"],) if program == "ctl" else ()):
+                r = subprocess.run([os.path.join(BIN, "towpath-" + program), *args], env=dict(ENV, TOWPATH_NONSENSE="1"),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                self.assertEqual((r.returncode, r.stderr, bool(r.stdout)), (0, b"", True), (program, args))
         self.assertEqual(self.ctl("chat", "--check-config").returncode, 0)
         self.fails(self.ctl("chat", "--check-config", "--url", "x"), "--url")
 

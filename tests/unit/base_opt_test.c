@@ -336,6 +336,15 @@ static void test_tow_opt__help_and_check_config_say_so(void **state)
     (void)state;
     assert_int_equal(parse("--help", NULL), 0); /* without the required one */
     assert_int_equal(what, TOW_OPTS_HELP);
+    static const char *const wrong[] = {"TOWPATH_NONSENSE=1", "TOWPATH_MAX_QUEUED=x",
+                                        "TOWPATH_CONFIG=/nowhere"};
+    for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
+        assert_int_equal(parse("--help", wrong[i]), 0);
+        assert_int_equal(what, TOW_OPTS_HELP);
+        assert_int_equal(parse("--version", wrong[i]), 0);
+        assert_int_equal(what, TOW_OPTS_VERSION);
+        assert_int_equal(parse("--model m", wrong[i]), TOW_ECONFIG);
+    }
     assert_int_equal(parse("--model m --check-config", NULL), 0);
     assert_int_equal(what, TOW_OPTS_CHECK);
     refused("--check-config --model m --max-queued 0", NULL, "--max-queued", "1 to 4096");
