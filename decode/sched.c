@@ -28,10 +28,10 @@ struct dec_sched {
     struct dec_seq **batch; /* owned, [max_batch]; the step in flight */
     uint32_t n_batch;       /* 0: no step in flight */
     uint32_t in_state[DEC_SEQ_STATES];
-    uint32_t growth; /* pages that the sequences which produce may want next */
-    bool draining, drained;
-    uint64_t drain_ends_ms; /* UINT64_MAX: no limit */
-    uint64_t cancelled_ms;  /* all of them, last */
+    uint32_t growth;             /* pages that the sequences which produce may want next */
+    bool draining, drained, cut; /* cut: the drain's limit ended work */
+    uint64_t drain_ends_ms;      /* UINT64_MAX: no limit */
+    uint64_t cancelled_ms;       /* all of them, last */
     struct dec_stats stats;
 };
 
@@ -469,13 +469,15 @@ static void check_drain(struct dec_sched *d, uint64_t now_ms, struct dec_actions
 {
     if (!d->draining || d->drained) return;
     if (now_ms >= d->drain_ends_ms) {
-        TOW_LIST_EACH_SAFE (n, &d->age)
-            close_seq(d, TOW_CONTAINER(n, struct dec_seq, age), TOW_EDRAIN, "drain limit passed",
-                      now_ms, out);
+        TOW_LIST_EACH_SAFE (n, &d->age) {
+            struct dec_seq *s = TOW_CONTAINER(n, struct dec_seq, age);
+            d->cut |= s->state != DEC_SEQ_CLOSING;
+            close_seq(d, s, TOW_EDRAIN, "drain limit passed", now_ms, out);
+        }
     }
     if (d->n_live == 0) {
         d->drained = true;
-        act(out, DEC_DO_DRAINED);
+        act(out, DEC_DO_DRAINED)->cut = d->cut;
     }
 }
 

@@ -80,7 +80,7 @@ enum dec_action_kind {
     DEC_DO_OPEN,        /* seq became ready: make its engine state (sampler, prior outputs) */
     DEC_DO_CLOSE,       /* drop its engine state; comes before its pages are given back */
     DEC_DO_STEP,        /* one step with batch[n]; exactly one DEC_ON_STEPPED must follow */
-    DEC_DO_DRAINED      /* once: nothing is left after a drain; say BYE and leave */
+    DEC_DO_DRAINED      /* once: nothing is left after a drain; say BYE and leave. cut */
 };
 
 struct dec_action {
@@ -92,6 +92,7 @@ struct dec_action {
     struct dec_seq *seq;          /* EXPECT, OPEN, CLOSE; valid until the next step call */
     struct dec_seq *const *batch; /* STEP; stays until STEPPED */
     uint32_t n; /* STEP: sequences; EXPECT: pages that will be shipped, the first n */
+    bool cut;   /* DRAINED: work still ran when the limit passed */
 };
 
 /* In the order in which they must be performed. */

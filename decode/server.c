@@ -196,7 +196,7 @@ static void perform(struct server *d)
             break;
         case DEC_DO_CLOSE: engine_close(a->seq); break;
         case DEC_DO_STEP: start_step(d, a->batch, a->n); break;
-        case DEC_DO_DRAINED: work_drained(d->w); break;
+        case DEC_DO_DRAINED: work_drained(d->w, a->cut); break;
         }
     }
 }

@@ -32,7 +32,7 @@ struct pre_sched {
     uint32_t held_pages[2], held_tails[2];
     uint32_t in_state[PRE_JOB_STATES];
     uint64_t touched_ms, cancelled_ms; /* all of them, last */
-    bool draining, drained;
+    bool draining, drained, cut;       /* cut: the drain's limit ended work */
     uint64_t drain_ends_ms;
     struct pre_stats stats;
 };
@@ -514,13 +514,15 @@ static void check_drain(struct pre_sched *p, uint64_t now_ms, struct pre_actions
 {
     if (!p->draining || p->drained) return;
     if (now_ms >= p->drain_ends_ms) {
-        TOW_LIST_EACH_SAFE (n, &p->all)
-            close_job(p, TOW_CONTAINER(n, struct pre_job, all), TOW_EDRAIN, "drain limit passed",
-                      now_ms, out);
+        TOW_LIST_EACH_SAFE (n, &p->all) {
+            struct pre_job *j = TOW_CONTAINER(n, struct pre_job, all);
+            p->cut |= j->state != PRE_JOB_CLOSING;
+            close_job(p, j, TOW_EDRAIN, "drain limit passed", now_ms, out);
+        }
     }
     if (p->n_live == 0) {
         p->drained = true;
-        act(out, PRE_DO_DRAINED);
+        act(out, PRE_DO_DRAINED)->cut = p->cut;
     }
 }
 

@@ -85,7 +85,7 @@ enum pre_action_kind {
     PRE_DO_CHUNK,  /* compute tokens [from, from + n) of job; last: sample; then PRE_ON_CHUNK. The
                      n_whole pages after those offered are whole then; last: so is the tail */
     PRE_DO_OFFER,  /* kv_mover_offer() pages [from, from + n) of job; tail: and its tail, last */
-    PRE_DO_DRAINED /* once */
+    PRE_DO_DRAINED /* once; cut */
 };
 
 struct pre_action {
@@ -97,6 +97,7 @@ struct pre_action {
     struct pre_job *job; /* valid until the next step call */
     uint32_t from, n, n_whole;
     bool last, tail;
+    bool cut; /* DRAINED: work still ran when the limit passed */
 };
 
 struct pre_actions {

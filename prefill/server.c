@@ -267,7 +267,7 @@ static void perform(struct server *p)
         case PRE_DO_CLOSE: close_engine(a->job); break;
         case PRE_DO_CHUNK: start_chunk(p, a); break;
         case PRE_DO_OFFER: offer(p, a); break;
-        case PRE_DO_DRAINED: work_drained(p->w); break;
+        case PRE_DO_DRAINED: work_drained(p->w, a->cut); break;
         }
     }
 }

@@ -48,7 +48,7 @@ struct rtr_cluster {
     uint64_t next_conn;
     uint64_t seen_ms, lost_ms; /* newest time of the loop; what of it was pauses */
     int depth;                 /* lists being performed */
-    bool drained, closing;
+    bool drained, cut, closing;
     uint8_t *frame; /* packing space */
     text_id ids[WIRE_MAX_BATCH];
     float logprobs[WIRE_MAX_BATCH];
@@ -188,7 +188,10 @@ static void perform(struct rtr_cluster *c, struct rtr_actions *list)
         case RTR_DO_PLACED: tell_placed(c, a); break;
         case RTR_DO_FINISH: tell_finish(a); break;
         case RTR_DO_FAIL: tell_fail(a); break;
-        case RTR_DO_DRAINED: c->drained = true; break;
+        case RTR_DO_DRAINED:
+            c->drained = true;
+            c->cut = a->cut;
+            break;
         case RTR_DO_LOG: tow_warn("%s", a->refusal.err.msg); break;
         }
     }
@@ -564,6 +567,11 @@ void rtr_cluster_drain(struct rtr_cluster *c, uint32_t limit_ms)
 bool rtr_cluster_drained(const struct rtr_cluster *c)
 {
     return c->drained;
+}
+
+bool rtr_cluster_cut(const struct rtr_cluster *c)
+{
+    return c->cut;
 }
 
 void rtr_cluster_close(struct rtr_cluster *c)

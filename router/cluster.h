@@ -24,6 +24,7 @@ int rtr_cluster_open(struct rtr_cluster **out, struct net_loop *loop, const char
 const char *rtr_cluster_url(const struct rtr_cluster *c); /* with the port really bound */
 void rtr_cluster_drain(struct rtr_cluster *c, uint32_t limit_ms);
 bool rtr_cluster_drained(const struct rtr_cluster *c);
+bool rtr_cluster_cut(const struct rtr_cluster *c); /* drained, and its limit ended requests */
 /* Every request must be over. NULL is fine; before net_loop_free(). */
 void rtr_cluster_close(struct rtr_cluster *c);
 

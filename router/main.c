@@ -60,9 +60,10 @@ struct router {
     struct rtr_recorder *recorder; /* NULL without --record-dir */
     struct rtr_api *api;
     struct net_timer *poll, *watchdog;
-    int signals;
+    int signals, last_signal;
     uint64_t drain_until_ms; /* 0: not draining */
     bool failed_rest, api_closed, was_ready;
+    bool cut; /* requests still ran when the drain ended */
 };
 
 static const char *const url_schemes[] = {"tcp://", "ipc://", NULL};
@@ -270,6 +271,7 @@ static void begin_drain(struct router *r)
 static void on_signal(void *arg, int signum)
 {
     struct router *r = arg;
+    r->last_signal = signum;
     if (++r->signals == 1) {
         begin_drain(r);
     } else {
@@ -295,6 +297,7 @@ static void on_poll(void *arg)
     if (!r->failed_rest && net_loop_now_ms(r->loop) >= r->drain_until_ms) {
         struct rtr_refusal over = {.reason = "draining", .retry_after_s = 1};
         tow_fail(&over.err, TOW_EDRAIN, "the router is shutting down");
+        if (rtr_api_in_flight(r->api) > 0) r->cut = true;
         rtr_api_fail_all(r->api, &over);
         r->failed_rest = true;
         r->drain_until_ms = net_loop_now_ms(r->loop) + LEAVE_MS; /* let the last bytes leave */
@@ -304,8 +307,21 @@ static void on_poll(void *arg)
         rtr_api_in_flight(r->api) == 0 && (rtr_cluster_drained(r->cluster) || r->failed_rest);
     if (done || (r->failed_rest && net_loop_now_ms(r->loop) >= r->drain_until_ms)) {
         r->api_closed = true;
+        if (rtr_cluster_cut(r->cluster)) r->cut = true;
         rtr_api_close(r->api, on_api_closed, r);
     }
+}
+
+/* The last line of the log. */
+static void tell_cut(const struct router *r)
+{
+    if (r->signals > 1)
+        tow_error("the drain was cut short: signal %d came with requests still running",
+                  r->last_signal);
+    else
+        tow_error("the drain was cut short: --drain-timeout (%lld s) passed with requests still "
+                  "running",
+                  (long long)r->set.drain_s);
 }
 
 static void on_watchdog(void *arg)
@@ -522,8 +538,9 @@ int main(int argc, char **argv)
     }
     if (rc < 0) tow_error("%s", err.msg);
     stop(&r);
+    if (r.cut) tell_cut(&r);
     text_tokenizer_free(r.tok);
     tow_buf_fini(&r.join_token);
     tow_opts_free(r.opts);
-    return rc < 0 ? 1 : 0;
+    return rc < 0 || r.cut ? 1 : 0;
 }

@@ -95,8 +95,8 @@ struct rtr_route {
     uint64_t orders;
     uint32_t waiting;
     uint64_t waiting_tokens;
-    bool dirty; /* something changed that may let a run go */
-    bool draining, drained;
+    bool dirty;                  /* something changed that may let a run go */
+    bool draining, drained, cut; /* cut: the drain's limit ended requests */
     uint64_t drain_ends_ms;
     uint64_t warm_again_ms[RTR_MAX_WORKERS];
     double finish_gap_s; /* between ends of runs, smoothed; 0: none yet */
@@ -1387,16 +1387,18 @@ static void check_drain(struct rtr_route *r, uint64_t now_ms, struct rtr_actions
     if (!r->draining || r->drained) return;
     while (now_ms >= r->drain_ends_ms && !tow_list_empty(&r->runs)) {
         struct run *run = TOW_CONTAINER(r->runs.next, struct run, all);
-        if (run->state == CLOSING)
+        if (run->state == CLOSING) {
             close_run(r, run, now_ms, out);
-        else
+        } else {
+            r->cut |= !run->job->warm_up;
             fail_job(r, run, TOW_EDRAIN, 0, "draining", "drain limit passed", now_ms, out);
+        }
     }
     uint32_t clients = r->in_state[QUEUED] + r->in_state[RESERVING] + r->in_state[PREFILLING] +
                        r->in_state[STREAMING] + r->in_state[CLOSING];
     if (clients == 0) {
         r->drained = true;
-        act(out, RTR_DO_DRAINED);
+        act(out, RTR_DO_DRAINED)->cut = r->cut;
     }
 }
 

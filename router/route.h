@@ -94,7 +94,7 @@ enum rtr_action_kind {
     RTR_DO_PLACED,   /* to the client: choice goes to a pair; outputs it has so far */
     RTR_DO_FINISH,   /* choice ended; reason */
     RTR_DO_FAIL,     /* the whole request ended */
-    RTR_DO_DRAINED,  /* once: nothing is left */
+    RTR_DO_DRAINED,  /* once: nothing is left; cut */
     RTR_DO_LOG       /* refusal.err, for the operator */
 };
 
@@ -109,6 +109,7 @@ struct rtr_action {
     uint32_t prefill, decode, n_output; /* PLACED: slots */
     enum rtr_finish reason;
     struct rtr_refusal refusal; /* FAIL */
+    bool cut;                   /* DRAINED: requests still ran when the limit passed */
 };
 
 struct rtr_actions {

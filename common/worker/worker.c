@@ -74,7 +74,8 @@ struct work_own {
     uint8_t *frame; /* packing space, WIRE_MAX_BODY + header */
     bool draining, drained;
     int signals, exit_status;
-    uint64_t relinking;     /* the incarnation to come; 0: the link is not being made anew */
+    char cut[120];      /* what cut the drain short, the last line of the log; empty: nothing did */
+    uint64_t relinking; /* the incarnation to come; 0: the link is not being made anew */
     struct work_step probe; /* an empty step for an idle engine */
     bool probing;
     int n_failed_steps; /* in a row; MAX_FAILED_STEPS of them end the worker */
@@ -721,11 +722,15 @@ static void on_leave(void *arg)
     net_loop_stop(w->loop);
 }
 
-void work_drained(struct work *w)
+void work_drained(struct work *w, bool cut)
 {
     if (w->own->drained) return;
     w->own->drained = true;
     tow_info("%s: drained", w->name);
+    if (cut)
+        snprintf(w->own->cut, sizeof w->own->cut,
+                 "its limit (--drain-timeout, %lld s) passed with work still running",
+                 (long long)w->set.drain_s);
     for (int i = 0; i < w->own->n_routers; i++) {
         struct router *r = &w->own->routers[i];
         if (!r->link) continue;
@@ -750,6 +755,9 @@ static void on_signal(void *arg, int signum)
         begin_drain(w, drain_limit_ms(w));
     } else {
         tow_warn("%s: second signal %d: leaving now", w->name, signum);
+        if (!w->own->drained)
+            snprintf(w->own->cut, sizeof w->own->cut, "signal %d came with work still running",
+                     signum);
         net_loop_stop(w->loop);
     }
 }
@@ -1143,6 +1151,11 @@ static int check_all(struct work *w, struct tow_err *err)
     return rc;
 }
 
+static void tell_cut(const struct work *w)
+{
+    if (w->own->cut[0]) tow_error("%s: the drain was cut short: %s", w->name, w->own->cut);
+}
+
 int work_run(const struct work_role *role, int argc, char **argv)
 {
     struct work *w = calloc(1, sizeof *w);
@@ -1173,10 +1186,15 @@ int work_run(const struct work_role *role, int argc, char **argv)
             status = o->exit_status;
             /* After a loss of the engine its thread may never come back: leave without waiting
              * for it. */
-            if (status != 0 || o->signals > 1) _exit(status);
+            if (status != 0 || o->signals > 1) {
+                tell_cut(w);
+                _exit(o->cut[0] ? 1 : status);
+            }
         }
         if (rc < 0) tow_error("%s", err.msg);
         stop_all(w);
+        tell_cut(w);
+        if (o->cut[0]) status = 1;
     } else if (rc == 0) {
         if (what == TOW_OPTS_CHECK) {
             rc = check_all(w, &err);

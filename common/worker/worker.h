@@ -83,7 +83,8 @@ struct work {
     struct work_own *own;
 };
 
-/* Runs a worker until it has drained or died; the exit status. */
+/* Runs a worker until it has drained or died; the exit status, 1 also after a drain that was cut
+ * short. */
 int work_run(const struct work_role *role, int argc, char **argv);
 
 /* To the router behind owner; a router that is gone is skipped. */
@@ -93,7 +94,8 @@ uint64_t work_now_ms(struct work *w);
 int work_connect_peer(struct work *w, const char *name, uint64_t incarnation, const void *address,
                       size_t bytes);
 void work_drop_peer(struct work *w, const char *name, uint64_t incarnation);
-void work_drained(struct work *w);
+/* cut: the drain's limit ended work; the exit status is 1 then. */
+void work_drained(struct work *w, bool cut);
 /* Ends the process with an error: the engine's state is unknown. */
 void work_die(struct work *w, const struct tow_err *err);
 /* Tokens per second while busy, an average over the last steps, for HEARTBEAT. */

@@ -56,12 +56,39 @@ def test_mute_connections_do_not_keep_workers_out(build):
         c.wait_idle()
 
 
+def last_line(process, *words):
+    line = process.log().splitlines()[-1]
+    assert all(w in line for w in words), line
+
+
+def test_second_signal_cuts_a_drain(build):
+    """Each program with a request still running: exit 1, and the last line of its log says why. Without work: 0."""
+    with harness.Cluster(build) as c:
+        for p in (c.router, c.decodes[0], c.prefills[0]):
+            if p is c.prefills[0]:
+                s = c.stream({"prompt": harness.token_ids(30000, 1), "max_tokens": 1}, "/v1/completions")
+                harness.wait_for("it computes", lambda: c.prefills[0].metrics().total("tickets") > 0)
+            else:
+                s = completion(c, 1, 3000)
+                s.read(2)
+            p.terminate()
+            p.wait_log("draining")
+            p.terminate()
+            assert p.wait(10) == 1, p.popen.returncode
+            last_line(p, "drain was cut short", "signal 15")
+            s.socket.close()
+            p.start().wait_up()
+            c.wait_ready()
+            c.wait_idle()
+
+
 def test_drain_timeout_of_0_ends_at_once(build):
     with harness.Cluster(build, workers=["--drain-timeout", "0"]) as c:
         s = completion(c, 1, 3000)
         s.read(2)
         c.decodes[0].terminate()
-        assert c.decodes[0].wait(10) == 0
+        assert c.decodes[0].wait(10) == 1
+        last_line(c.decodes[0], "drain was cut short", "--drain-timeout, 0 s")
         s.socket.close()
 
 
@@ -269,7 +296,7 @@ def test_router_that_cannot_be_reached_is_named_once(build):
 
 if __name__ == "__main__":
     harness.main([test_pause_of_the_router_is_nobodys_fault, test_mute_connections_do_not_keep_workers_out,
-                  test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
+                  test_second_signal_cuts_a_drain, test_drain_timeout_of_0_ends_at_once, test_worker_that_has_drained_does_not_join_again,
                   test_pool_beyond_the_memory_is_refused_before_it_is_filled,
                   test_too_little_shared_memory_is_explained, test_limits_of_threads_and_stacks_are_told,
                   test_threads_of_the_router_are_there_before_the_first_client,

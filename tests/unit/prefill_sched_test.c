@@ -297,7 +297,7 @@ static void test_pre_sched__limits_hold_exactly_and_name_themselves(void **state
     for (uint64_t id = 2; id <= 6; id += 2) ended(&w, id, TOW_EDRAIN);
     assert_null(find(&w, PRE_DO_DRAINED, 0));
     step(&w, (struct pre_event){.kind = PRE_ON_CHUNK});
-    assert_non_null(find(&w, PRE_DO_DRAINED, 0));
+    assert_true(find(&w, PRE_DO_DRAINED, 0)->cut);
     assert_int_equal(kv_pool_free_pages(w.pool), 10);
     teardown(&w);
 }
