@@ -1,23 +1,35 @@
 #!/bin/sh
 # A local cluster for people and tests.
 #
-#   deploy/local.sh up [--model DIR] [--prefill N] [--decode N] [--http ADDR:PORT] [-- more flags]
+#   deploy/local.sh up [--model DIR] [--prefill N] [--decode N] [--http ADDR:PORT] [--control URL] [-- more flags]
 #   deploy/local.sh status
 #   deploy/local.sh down
 #
-# Logs and process ids lie in .run/ (TOW_RUN names another folder, for a second cluster). `more flags`
-# go to each program that has a flag of that name. `down` ends exactly the processes that `up` started.
-cd "$(dirname "$0")/.." || exit 1
-BIN=${TOW_BIN:-build/release/bin}
-RUN=${TOW_RUN:-.run}
+# Logs and process ids lie in .run/ of the repository (TOW_RUN names another folder, for a second cluster).
+# `more flags` go to each program that has a flag of that name. Paths count from the caller's folder. `status`
+# says where more workers may join (--join). `down` ends exactly the processes that `up` started.
+ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd) || exit 1
+BIN=${TOW_BIN:-$ROOT/build/release/bin}
+RUN=${TOW_RUN:-$ROOT/.run}
 READY_S=${TOW_READY_S:-120}  # how long `up` waits for /ready
 DRAIN_S=${TOW_DRAIN_S:-70}   # how long `down` waits before a second signal
+MAX_WORKERS=64               # RTR_MAX_WORKERS of router/registry.h
+stop=                        # the exit status of an `up` that a signal ended
 
 die() { echo "local.sh: $*" >&2; exit 1; }
 
 usage() {
-    sed -n '2,10s/^# \{0,1\}//p' deploy/local.sh >&2
+    sed -n '2,10s/^# \{0,1\}//p' "$ROOT/deploy/local.sh" >&2
     exit 2
+}
+
+# A number has one spelling: the shell would take 010 for 8.
+whole() { # NAME VALUE LEAST MOST
+    case $2 in
+    '' | *[!0-9]* | 0?* | ??????*) ;;
+    *) [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] && return ;;
+    esac
+    die "$1: '$2' is not right; must be a whole number, $3 to $4"
 }
 
 # When the process began, in clock ticks: with the pid it names one process for ever.
@@ -56,7 +68,7 @@ start() { # NAME PROGRAM FLAG... -- MORE...
     own_=0
     for a_; do [ "$a_" = -- ] && break; own_=$((own_ + 1)); done
     n_=$#; i_=0; keep_=1
-    help_=$("$program_" --help) || die "$program_ --help failed"
+    help_=$("$program_" --help) || { check_stop; down >/dev/null; die "$program_ --help failed"; }
     while [ $i_ -lt "$n_" ]; do
         a_=$1; shift
         if [ $i_ -gt $own_ ]; then
@@ -72,13 +84,27 @@ start() { # NAME PROGRAM FLAG... -- MORE...
     done
     setsid "$program_" "$@" >"$RUN/$name_.log" 2>&1 </dev/null &
     echo "$name_ $! $(birth $!) $status_" >>"$RUN/processes"
+    check_stop
 }
 
-# A flag that no program knows would vanish silently, so it is refused.
+# After a signal what `up` has started must not stay.
+check_stop() {
+    [ -n "$stop" ] || return 0
+    down >/dev/null
+    exit "$stop"
+}
+
+# A flag that no program knows would vanish silently, so it is refused; so is one whose value this script
+# has to know or makes itself.
 check_more() { # MORE...
     for a; do
         case $a in
         --*) flag=${a%%=*}; known=0
+            case $flag in
+            --model | --http | --control) die "$flag after --: the script has to know it; give it before --" ;;
+            --join | --status) die "$flag after --: the script gives each worker its own; --control says where workers join" ;;
+            --check-config | --help | --version) die "$flag after --: with it a program ends at once; call the program itself" ;;
+            esac
             for p in router prefill decode; do
                 "$BIN/towpath-$p" --help | grep -q -e "^  $flag\( \|\$\)" && known=1
             done
@@ -88,28 +114,32 @@ check_more() { # MORE...
 }
 
 up() {
-    model=deploy/demo-model; n_prefill=1; n_decode=1; http=127.0.0.1:8000
+    model=$ROOT/deploy/demo-model; n_prefill=1; n_decode=1; http=127.0.0.1:8000; control=
     while [ $# -gt 0 ]; do
         case $1 in
-        --model | --prefill | --decode | --http)
+        --model | --prefill | --decode | --http | --control)
             [ $# -ge 2 ] || die "$1 needs a value"
             case $1 in
             --model) model=$2 ;;
             --prefill) n_prefill=$2 ;;
             --decode) n_decode=$2 ;;
             --http) http=$2 ;;
+            --control) control=$2; [ -n "$2" ] || die "--control is empty; must be tcp://ADDR:PORT or ipc:///PATH" ;;
             esac
             shift 2 ;;
         --) shift; break ;;
         -h | --help) usage ;;
-        *) die "'$1': unknown to up, which has --model, --prefill, --decode, --http; a program's own flags come after --" ;;
+        *) die "'$1': unknown to up, which has --model, --prefill, --decode, --http, --control; a program's own flags come after --" ;;
         esac
     done
-    for n in "--prefill $n_prefill" "--decode $n_decode"; do
-        case ${n#* } in '' | *[!0-9]*) die "${n%% *}: must be a whole number, 1 or more, is '${n#* }'" ;; esac
-        [ "${n#* }" -gt 0 ] || die "$n: at least 1 of each role, or nothing is ever ready"
-    done
+    # At least one of each role, or nothing is ever ready; a router takes MAX_WORKERS.
+    whole --prefill "$n_prefill" 1 $((MAX_WORKERS - 1))
+    whole --decode "$n_decode" 1 $((MAX_WORKERS - n_prefill))
     case $http in *:0) die "--http $http: clients and this script need a port they know, 1 to 65535" ;; esac
+    case $control in
+    *,*) die "--control $control: a local cluster has one router; must be one URL" ;;
+    tcp://*:0) die "--control $control: workers need a port they know, 1 to 65535" ;;
+    esac
     [ -d "$model" ] || die "--model: $model is not a folder"
     for p in router prefill decode; do [ -x "$BIN/towpath-$p" ] || die "$BIN/towpath-$p is missing; run make"; done
     if [ -e "$RUN/processes" ]; then
@@ -117,11 +147,15 @@ up() {
     fi
     check_more "$@"
     mkdir -p "$RUN" || exit 1
+    trap 'stop=129' HUP
+    trap 'stop=130' INT
+    trap 'stop=143' TERM
     : >"$RUN/processes"
     echo "$http" >"$RUN/http"
     # shellcheck disable=SC2046
     set -- $(free_ports $((1 + n_prefill + n_decode))) -- "$@"
-    control=tcp://127.0.0.1:$1; shift
+    control=${control:-tcp://127.0.0.1:$1}; shift
+    echo "$control" >"$RUN/control"
     ports=; while [ "$1" != -- ]; do ports="$ports $1"; shift; done
     shift
     status_=-
@@ -149,8 +183,10 @@ check_started() {
         refusal=$(grep -m 1 ' refuses: ' "$RUN/$name.log")
         [ -n "$refusal" ] && why='was refused'
         [ -n "$why" ] || continue
+        check_stop
         if [ -n "$refusal" ]; then echo "$refusal"; else tail -n 5 "$RUN/$name.log"; fi >&2
-        why="$name $why; its last lines are above"  # `down` reads names too
+        if [ -s "$RUN/$name.log" ]; then log='its last lines are above'; else log="its log $RUN/$name.log is empty"; fi
+        why="$name $why; $log"  # `down` reads names too
         down >/dev/null
         die "$why"
     done <"$RUN/processes"
@@ -167,6 +203,7 @@ welcome() {
 wait_ready() {
     end=$(($(date +%s) + READY_S))
     until welcome && get "$http" /ready >/dev/null; do
+        check_stop
         check_started
         if [ "$(date +%s)" -ge $end ]; then
             while read -r name rest; do
@@ -179,6 +216,7 @@ wait_ready() {
         sleep 0.1
     done
     check_started
+    check_stop
     echo "ready at http://$http"
 }
 
@@ -194,6 +232,7 @@ status() {
         fi
     done <"$RUN/processes"
     http=$(cat "$RUN/http")
+    [ $router -eq 1 ] && echo "workers join at $(cat "$RUN/control")"
     # Without our router whoever answers there is another's.
     if [ $router -eq 1 ] && get "$http" /ready >/dev/null; then echo "ready at http://$http"; else echo "not ready at http://$http"; rc=1; fi
     exit $rc
@@ -224,10 +263,12 @@ down() {
     for part in 'router' '*-*'; do
         end_role "$part" TERM "$DRAIN_S" || end_role "$part" TERM 10 || end_role "$part" KILL 10
     done
-    rm -f "$RUN/processes" "$RUN/http"
+    rm -f "$RUN/processes" "$RUN/http" "$RUN/control"
     echo "stopped"
 }
 
+whole TOW_READY_S "$READY_S" 0 99999
+whole TOW_DRAIN_S "$DRAIN_S" 0 99999
 command=$1
 [ $# -gt 0 ] && shift
 case $command in

@@ -8,7 +8,8 @@ stop() {
     sh deploy/local.sh down >/dev/null
     rm -rf "$TOW_RUN"
 }
-trap 'stop; exit 130' INT TERM
+trap 'stop; exit 130' INT
+trap 'stop; exit 143' TERM
 fail() { stop; exit 1; }
 
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || exit 1

@@ -4,6 +4,8 @@
 usage: test_local.py BUILD_DIR
 """
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,11 +28,40 @@ class Local(unittest.TestCase):
             self.sh("down", run=run)
         self.dir.cleanup()
 
-    def sh(self, *args, run="a", ready_s=100):
-        env = dict(ENV, TOW_BIN=os.path.join(BUILD, "bin"), TOW_RUN=os.path.join(self.dir.name, run),
-                   TOW_READY_S=str(int(ready_s * harness.SLACK)))
-        return subprocess.run(["sh", SCRIPT, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                              stdin=subprocess.DEVNULL, text=True)
+    def start(self, *args, run="a", ready_s=100, cwd=None, **env):
+        env = dict(ENV, **dict({"TOW_BIN": os.path.join(BUILD, "bin"), "TOW_RUN": os.path.join(self.dir.name, run),
+                                "TOW_READY_S": str(int(ready_s * harness.SLACK))}, **env))
+        return subprocess.Popen(["sh", SCRIPT, *args], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                stdin=subprocess.DEVNULL, text=True, cwd=cwd)
+
+    def sh(self, *args, **how):
+        p = self.start(*args, **how)
+        out = p.communicate()[0]
+        return subprocess.CompletedProcess(p.args, p.returncode, out)
+
+    def of_this_cluster(self):
+        """Processes that inherited our TOW_RUN, whether a list names them or not; not those that have ended."""
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open("/proc/%s/environ" % pid, "rb") as f:
+                    if self.dir.name.encode() in f.read():
+                        found.append(pid)
+            except OSError:
+                pass
+        return found
+
+    def idle_prefill(self):
+        """A folder of programs whose prefill says one line and joins nobody: nothing is ever ready."""
+        bin_ = tempfile.TemporaryDirectory()
+        self.addCleanup(bin_.cleanup)
+        real = os.path.join(BUILD, "bin", "towpath-prefill")
+        for p in ("router", "decode"):
+            os.symlink(os.path.join(BUILD, "bin", "towpath-" + p), os.path.join(bin_.name, "towpath-" + p))
+        with open(os.path.join(bin_.name, "towpath-prefill"), "w") as f:
+            f.write('#!/bin/sh\n[ "$1" = --help ] && exec "%s" --help\necho idle\nexec sleep 600\n' % real)
+        os.chmod(f.name, 0o755)
+        return bin_.name
 
     def processes(self, run):
         path = os.path.join(self.dir.name, run, "processes")
@@ -78,10 +109,81 @@ class Local(unittest.TestCase):
         os.makedirs(os.path.join(self.dir.name, "a"))
         with open(os.path.join(self.dir.name, "a", "prefill-7.log"), "w") as f:
             f.write("of an earlier start\n")
-        nobody = "tcp://127.0.0.1:%d" % harness.free_port()
-        r = self.sh("up", "--http", "127.0.0.1:%d" % harness.free_port(), "--", "--join", nobody, ready_s=0)
+        r = self.sh("up", "--http", "127.0.0.1:%d" % harness.free_port(), ready_s=0, TOW_BIN=self.idle_prefill())
         self.failed(r, "a", "not ready within 0 s", "router.log", "decode-0.log")
         self.assertNotIn("earlier", r.stdout)
+
+    def test_flags_that_cannot_work_are_refused(self):
+        """Before anything starts, in one line."""
+        for args, words in ((["--", "--control", "tcp://127.0.0.1:9"], ("--control after --", "before --")),
+                            (["--", "--model=x"], ("--model after --", "before --")),
+                            (["--", "--join", "tcp://127.0.0.1:9"], ("--join after --", "--control")),
+                            (["--", "--status=127.0.0.1:0"], ("--status after --",)),
+                            (["--", "--check-config"], ("--check-config after --", "ends at once")),
+                            (["--", "--nonsense"], ("no program knows --nonsense",)),
+                            (["--control", "tcp://127.0.0.1:0"], ("--control", "1 to 65535")),
+                            (["--control", "tcp://a:1,tcp://b:1"], ("--control", "one URL")),
+                            (["--control", ""], ("--control", "empty"))):
+            r = self.sh("up", *args)
+            self.failed(r, "a", *words)
+            self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
+        for value in ("", "0", "08", "010", "-1", "1x", "0x1", "64", "99999999999999999999"):
+            for flag in ("--prefill", "--decode"):
+                r = self.sh("up", flag, value)
+                self.failed(r, "a", "%s: '%s'" % (flag, value), "a whole number, 1 to 63")
+                self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
+        self.failed(self.sh("up", "--prefill", "40", "--decode", "40"), "a", "--decode: '40'", "1 to 24")
+        for name in ("TOW_READY_S", "TOW_DRAIN_S"):
+            r = self.sh("up", **{name: "08"})
+            self.assertEqual((r.returncode, r.stdout.count("\n")), (1, 1), r.stdout)
+            self.assertIn(name + ": '08'", r.stdout)
+        with open(os.path.join(harness.ROOT, "router", "registry.h")) as f:
+            self.assertIn("#define RTR_MAX_WORKERS 64\n", f.read())
+
+    def test_program_that_ends_without_a_word(self):
+        bin_ = self.idle_prefill()
+        with open(os.path.join(bin_, "towpath-prefill"), "a+") as f:
+            f.seek(0)
+            text = f.read().split("echo idle")[0]
+            f.truncate(0)
+            f.write(text)
+        r = self.sh("up", "--http", "127.0.0.1:%d" % harness.free_port(), TOW_BIN=bin_)
+        self.failed(r, "a", "prefill-0 ended", "prefill-0.log is empty")
+
+    def test_control_and_paths_of_the_caller(self):
+        """--control is the address of both sides, `status` tells it, and a worker joins there by hand; paths count from
+        the caller's folder."""
+        os.symlink(harness.MODEL, os.path.join(self.dir.name, "some-model"))
+        control = "tcp://127.0.0.1:%d" % harness.free_port()
+        how = {"cwd": self.dir.name, "TOW_RUN": "a"}
+        r = self.sh("up", "--model", "some-model", "--control", control, "--http", "127.0.0.1:%d" % harness.free_port(),
+                    "--", "--log-level", "info", **how)
+        self.assertEqual(r.returncode, 0, r.stdout)
+        r = self.sh("status", **how)
+        self.assertEqual(r.returncode, 0, r.stdout)
+        self.assertEqual(re.search("^workers join at (.*)$", r.stdout, re.M).group(1), control)
+        log = os.path.join(self.dir.name, "a", "by-hand.txt")
+        with open(log, "w") as f:
+            p = subprocess.Popen([os.path.join(BUILD, "bin", "towpath-decode"), "--model", harness.MODEL, "--join", control,
+                                  "--name", "by-hand"], env=ENV, stdin=subprocess.DEVNULL, stdout=f, stderr=f)
+        try:
+            def joined():
+                with open(log) as f:
+                    return "joined router" in f.read()
+            harness.wait_for("it has joined", joined)
+        finally:
+            p.kill()
+            p.wait()
+
+    def test_up_that_is_ended_takes_its_cluster_down(self):
+        for signum, n in ((signal.SIGTERM, 3), (signal.SIGTERM, 1), (signal.SIGHUP, 3)):
+            p = self.start("up", "--http", "127.0.0.1:%d" % harness.free_port(), TOW_BIN=self.idle_prefill())
+            harness.wait_for("%d started" % n, lambda: len(self.processes("a")) >= n)
+            p.send_signal(signum)
+            out = p.communicate()[0]
+            self.assertEqual(p.returncode, 128 + signum, out)
+            self.assertEqual(self.processes("a"), [])
+            self.assertEqual(self.of_this_cluster(), [])
 
 
 if __name__ == "__main__":
