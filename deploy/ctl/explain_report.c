@@ -253,8 +253,9 @@ void ctl_explain_verdict(const struct ctl_explain_report *r, ctl_token_text text
                 r->recorded_isa, r->isa);
         else if (!r->n_failed)
             tow_buf_printf(out,
-                           "%s so look at the workers it ran on: towpath-ctl numerics, memory "
-                           "errors, their build.",
+                           "%s so look at the workers it ran on: their files of the checkpoint "
+                           "(sha256sum of each, beside those here: a fingerprint samples 64 bytes "
+                           "of a tensor), towpath-ctl numerics, memory errors, their build.",
                            n_must ? " No way of computing it that was tried here gives that,"
                                   : " No other way of computing it was tried;");
     }

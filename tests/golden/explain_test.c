@@ -371,6 +371,12 @@ static void test_explain__a_token_that_is_not_the_models_is_found(void **state)
     assert_int_equal(r.recorded, (was + 1) % VOCAB);
     assert_int_equal(r.drawn, was);
     assert_true(isfinite(r.recorded_logit) && isfinite(r.drawn_logit));
+    /* No audit finds a damaged file of weights: their bytes are to be compared. */
+    struct tow_buf text;
+    tow_buf_init(&text, 0);
+    ctl_explain_verdict(&r, NULL, NULL, &text);
+    assert_non_null(strstr(text.data, "their files of the checkpoint (sha256sum of each"));
+    tow_buf_fini(&text);
 }
 
 /* An end that the model did not draw is one too. */
