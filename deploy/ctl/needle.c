@@ -211,7 +211,7 @@ struct sweep {
     struct tow_err err;
 };
 
-static int check_settings(struct sweep *s, struct tow_err *err)
+static int check_settings(struct sweep *s, const struct tow_opts *opts, struct tow_err *err)
 {
     struct ctl_grid *g = &s->grid;
     const char *keys = s->keys ? s->keys : s->in_process ? "fp4" : "own";
@@ -232,6 +232,14 @@ static int check_settings(struct sweep *s, struct tow_err *err)
     }
     if (s->in_process && !s->model)
         return tow_fail(err, TOW_ECONFIG, "--in-process needs --model DIR");
+    if (!s->in_process && tow_opts_source(opts, "kv-dtype") != TOW_FROM_DEFAULT)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--kv-dtype %s: a served model keeps its own; --in-process sets it",
+                        kv_names[s->kv]);
+    if (!s->in_process && s->threads)
+        return tow_fail(err, TOW_ECONFIG,
+                        "--threads %lld: a served model has its own; --in-process sets them",
+                        (long long)s->threads);
     if (s->in_process && s->concurrency > 1)
         return tow_fail(err, TOW_ECONFIG,
                         "--concurrency %lld: with --in-process one cell at a time uses all cores",
@@ -666,7 +674,7 @@ int ctl_needle_main(int argc, char **argv)
     int rc = ctl_flags_read(&opts, &spec, argc, argv, &err);
     const bool go = rc == CTL_FLAGS_RUN;
     if (rc > 0) {
-        rc = check_settings(&s, &err);
+        rc = check_settings(&s, opts, &err);
         if (rc == 0) rc = ctl_client_open(&s.client, &err);
         if (rc == 0 && go) rc = run(&s, &all_found, &err);
         ctl_client_close(&s.client);

@@ -206,10 +206,10 @@ struct json_out {
 static void json_panel(void *ctx, const struct ctl_report *r, const struct panel *p)
 {
     struct json_out *j = ctx;
-    tow_buf_printf(j->out,
-                   "%s{\"filler\": \"%s\", \"keys\": \"%s\", \"topk\": %lld, \"shadow\": ", j->sep,
-                   ctl_filler_names[p->setting.filler], ctl_keys_names[p->setting.keys],
-                   (long long)p->setting.topk);
+    tow_buf_printf(j->out, "%s{\"filler\": \"%s\", \"keys\": \"%s\", \"topk\": ", j->sep,
+                   ctl_filler_names[p->setting.filler], ctl_keys_names[p->setting.keys]);
+    ctl_put_topk(j->out, p->setting.topk);
+    tow_buf_puts(j->out, ", \"shadow\": ");
     j->sep = ", ";
     if (p->shadow >= 0)
         tow_buf_printf(j->out, "\"%s\"", text_precision_name((enum text_precision)p->shadow));

@@ -22,13 +22,22 @@ static void put_text(struct tow_buf *b, const char *name, const char *text)
     json_put_string(b, text, strlen(text));
 }
 
+void ctl_put_topk(struct tow_buf *b, int64_t topk)
+{
+    if (topk)
+        tow_buf_printf(b, "%lld", (long long)topk);
+    else
+        tow_buf_puts(b, "null");
+}
+
 void ctl_record_put(struct tow_buf *b, const struct ctl_record *rec)
 {
     const struct ctl_cell *c = &rec->cell;
     tow_buf_printf(b, "{\"length\": %lld, \"depth\": %d, \"filler\": \"%s\", \"rep\": %d, ",
                    (long long)c->length, c->depth, ctl_filler_names[c->filler], c->rep);
-    tow_buf_printf(b, "\"keys\": \"%s\", \"topk\": %lld, \"seed\": %llu, \"found\": %s",
-                   ctl_keys_names[c->keys], (long long)c->topk, (unsigned long long)rec->texts.seed,
+    tow_buf_printf(b, "\"keys\": \"%s\", \"topk\": ", ctl_keys_names[c->keys]);
+    ctl_put_topk(b, c->topk);
+    tow_buf_printf(b, ", \"seed\": %llu, \"found\": %s", (unsigned long long)rec->texts.seed,
                    rec->found ? "true" : "false");
     tow_buf_printf(b, ", \"prompt_tokens\": %lld, \"seconds\": %.3f", (long long)rec->prompt_tokens,
                    rec->seconds);
@@ -108,9 +117,10 @@ static int parse_object(struct ctl_record *rec, const struct json *o, struct tow
     struct ctl_cell *c = &rec->cell;
     int64_t depth = 0, rep = 0, seed = 0, decoys = 0;
     int filler = 0, keys = 0;
-    static const char *const needed[] = {"length", "depth", "rep", "topk", "seed", "found"};
+    static const char *const needed[] = {"length", "depth", "rep", "seed", "found"};
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++)
         if (!json_require(o, needed[i], err)) return TOW_EINVAL;
+    if (!json_find(o, "topk")) return tow_fail(err, TOW_EINVAL, "topk: is required but missing");
     int rc = json_get_int(o, "length", 0, 1, INT64_MAX, &c->length, err);
     if (rc == 0) rc = json_get_int(o, "depth", 0, 0, 100, &depth, err);
     if (rc == 0) rc = find_name(o, "filler", ctl_filler_names, &filler, err);

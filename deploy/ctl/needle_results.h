@@ -28,6 +28,8 @@ const struct ctl_record *ctl_results_find(const struct ctl_results *r, const str
                                           const struct ctl_texts *texts);
 
 void ctl_record_put(struct tow_buf *out, const struct ctl_record *rec); /* without a line end */
+/* null for the default, which is 0 in a cell. */
+void ctl_put_topk(struct tow_buf *out, int64_t topk);
 int ctl_record_parse(struct ctl_record *out, const char *line, size_t n, struct tow_err *err);
 
 #endif

@@ -205,6 +205,27 @@ static void test_ctl_needle_results__long_answer_is_cut_between_characters(void 
     assert_string_equal(to, "1234é");
 }
 
+static void test_ctl_needle_results__the_default_topk_is_null_and_was_0(void **state)
+{
+    (void)state;
+    for (int i = 0; i < 2; i++) {
+        struct ctl_record r;
+        struct tow_err err = {0};
+        struct tow_buf text;
+        tow_buf_init(&text, 0);
+        tow_buf_printf(&text,
+                       "{\"length\": 64, \"depth\": 0, \"filler\": \"logs\", \"rep\": 0, "
+                       "\"keys\": \"own\", \"topk\": %s, \"seed\": 1, \"found\": true}",
+                       i ? "0" : "null");
+        assert_int_equal(ctl_record_parse(&r, text.data, text.len, &err), 0);
+        assert_int_equal(r.cell.topk, 0);
+        tow_buf_clear(&text);
+        ctl_record_put(&text, &r);
+        assert_non_null(strstr(text.data, "\"topk\": null, "));
+        tow_buf_fini(&text);
+    }
+}
+
 static void test_ctl_needle_results__what_is_no_record_is_refused(void **state)
 {
     (void)state;
@@ -212,6 +233,8 @@ static void test_ctl_needle_results__what_is_no_record_is_refused(void **state)
         "[]",
         "{",
         "{\"length\": 64}",
+        "{\"length\": 64, \"depth\": 0, \"filler\": \"logs\", \"rep\": 0, \"keys\": \"own\", "
+        "\"seed\": 1, \"found\": true}",
         "{\"length\": 0, \"depth\": 0, \"filler\": \"logs\", \"rep\": 0, \"keys\": \"own\", "
         "\"topk\": "
         "0, \"seed\": 1, \"found\": true}",
@@ -653,6 +676,11 @@ static void test_ctl_needle__what_cannot_be_made_exits_2(void **state)
     assert_int_equal(RUN(ctl_needle_main, "needle", "--in-process"), 2);
     assert_int_equal(RUN(ctl_needle_main, "needle", "--in-process", "--model", "/nowhere"), 2);
     assert_int_equal(RUN(ctl_needle_main, "needle", "--keys", "fp8"), 2);
+    assert_int_equal(RUN(ctl_needle_main, "needle", "--kv-dtype", "fp8", "--check-config"), 2);
+    assert_int_equal(RUN(ctl_needle_main, "needle", "--threads", "3", "--check-config"), 2);
+    assert_int_equal(RUN(ctl_needle_main, "needle", "--in-process", "--model", "/nowhere",
+                         "--kv-dtype", "bf16", "--threads", "3", "--check-config"),
+                     0);
     assert_int_equal(RUN(ctl_needle_main, "needle", "--resume"), 2);
     assert_int_equal(RUN(ctl_needle_main, "needle", "--cell", "1,2"), 2);
     assert_int_equal(RUN(ctl_needle_main, "needle", "--shadow", "fp8", "--capture", "off"), 2);
@@ -667,6 +695,7 @@ int main(void)
         cmocka_unit_test(test_ctl_needle__seed_is_of_the_text_only),
         cmocka_unit_test(test_ctl_needle_results__record_reads_back),
         cmocka_unit_test(test_ctl_needle_results__long_answer_is_cut_between_characters),
+        cmocka_unit_test(test_ctl_needle_results__the_default_topk_is_null_and_was_0),
         cmocka_unit_test(test_ctl_needle_results__what_is_no_record_is_refused),
         cmocka_unit_test_setup_teardown(test_ctl_needle_results__resume_goes_on_after_a_cut_line,
                                         make_folder, remove_folder),
