@@ -508,7 +508,11 @@ int ctl_verify_main(int argc, char **argv)
             if (rc == 0) rc = run(&v, checks, &err);
             int said = report(&v, checks, rc < 0 ? &unsaid : &err);
             if (rc == 0) rc = said;
-            for (int i = 0; i < CTL_CHECKS; i++) passed = passed && checks[i].state == CTL_PASSED;
+            for (int i = 0; i < CTL_CHECKS; i++) {
+                passed = passed && checks[i].state == CTL_PASSED;
+                if (said == 0 && checks[i].state == CTL_NOT_MADE) /* the report has the reason */
+                    tow_fail(&err, rc, "check %s could not be made", names[i]);
+            }
             ctl_hay_fini(&v.hay);
         }
         ctl_client_close(&v.client);

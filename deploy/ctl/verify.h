@@ -22,7 +22,7 @@ struct ctl_check {
     enum ctl_check_state state;
     int turns;                /* requests sent */
     const char *expect;       /* text the last answer must have; borrowed */
-    char why[200];            /* of a failure: what was missing; of one not made: the error */
+    char why[600];            /* of a failure: what was missing; of one not made: the error */
     char note[200];           /* why there is no capture although one was asked for; often empty */
     struct ctl_answer answer; /* the last one */
 };
