@@ -68,6 +68,7 @@ static int plan(struct work *w, struct tow_err *err)
     w->max_batch = (uint32_t)max_batch;
     w->reserve_tokens = (uint32_t)reserve_tokens;
     w->max_tickets = w->n_tails = (uint32_t)(4 * max_batch < 16 ? 16 : 4 * max_batch);
+    w->tails_of_batch = true;
     return 0;
 }
 

@@ -29,8 +29,8 @@ int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct
     if (strncmp(spec, "mirror:", 7) == 0) {
         struct kern_dev *inner;
         if (strncmp(spec + 7, "mirror:", 7) == 0)
-            return tow_fail(err, TOW_EINVAL, "device \"%s\": a mirror is of \"cpu\" or \"cuda:N\"",
-                            spec);
+            return tow_fail(err, TOW_EINVAL,
+                            "--device \"%s\": a mirror is of \"cpu\" or \"cuda:N\"", spec);
         int rc = kern_dev_open(&inner, spec + 7, n_threads, err);
         if (rc < 0) return rc;
         rc = kern_dev_open_mirror(out, inner, err);
@@ -43,12 +43,12 @@ int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct
     const int n = cuda_number(spec);
     if (n < 0)
         return tow_fail(err, TOW_EINVAL,
-                        "device \"%s\": must be \"cpu\" or \"cuda:N\", N from 0 to 255", spec);
+                        "--device \"%s\": must be \"cpu\" or \"cuda:N\", N from 0 to 255", spec);
 #ifdef TOW_CUDA
     return kern_dev_open_cuda(out, n, err);
 #else
     return tow_fail(err, TOW_EINVAL,
-                    "device \"%s\": this build has no CUDA; it knows \"cpu\" (build with nvcc)",
+                    "--device \"%s\": this build has no CUDA; it knows \"cpu\" (build with nvcc)",
                     spec);
 #endif
 }

@@ -109,7 +109,7 @@ int rtr_record_mode(const char *text, const char *what, uint32_t *mode, struct t
     char *end;
     unsigned long v = strtoul(text, &end, 8);
     if (!*text || *end || text[0] < '0' || text[0] > '7' || v > 0777)
-        return tow_fail(err, TOW_ECONFIG, "%s '%s': an octal mode such as 0600 or 0640", what,
+        return tow_fail(err, TOW_ECONFIG, "%s '%s': must be an octal mode from 0600 to 0664", what,
                         text);
     if (v & 0002)
         return tow_fail(err, TOW_ECONFIG,

@@ -228,7 +228,7 @@ static int check_deployed(const struct model_shape *s, const struct model_option
     if (o->ik_fmt == KERN_IK_F32)
         return tow_fail(
             err, TOW_ECONFIG,
-            "index-keys f32: only with --numerics exact; deployed takes fp4, fp8 or bf16");
+            "--index-keys f32: only with --numerics exact; deployed takes fp4, fp8 or bf16");
     return 0;
 }
 
@@ -240,10 +240,11 @@ static int check_options(struct model_options *o, const struct model_shape *s, s
     if (o->max_topk == 0) o->max_topk = MODEL_MAX_TOPK;
     if (o->index_topk == 0) o->index_topk = s->index_topk;
     if (o->index_topk < 1 || o->index_topk > o->max_topk)
-        return tow_fail(err, TOW_ECONFIG, "index-topk: %d is not in 1..%d", o->index_topk,
+        return tow_fail(err, TOW_ECONFIG, "--index-topk: %d is not in 1..%d", o->index_topk,
                         o->max_topk);
     if (o->exact && (o->kv_fmt != KERN_KV_F32 || o->ik_fmt != KERN_IK_F32))
-        return tow_fail(err, TOW_ECONFIG, "numerics exact: kv-dtype and index-keys must be f32");
+        return tow_fail(err, TOW_ECONFIG,
+                        "--numerics exact: --kv-dtype and --index-keys must be f32");
     if (!o->exact) {
         int rc = check_deployed(s, o, err);
         if (rc < 0) return rc;
@@ -311,8 +312,9 @@ int model_open(struct model **out, const char *dir, const struct model_options *
     rc = kern_dev_open(&m->dev, opt->device, opt->n_threads, err);
     if (rc < 0) goto fail;
     if (!kern_dev_fp8_products(m->dev, opt->fp8_products) && opt->fp8_products) {
-        rc = tow_fail(err, TOW_ECONFIG, "products fp8: device %s (%s) has none; bf16 is everywhere",
-                      opt->device, kern_dev_isa(m->dev));
+        rc = tow_fail(err, TOW_ECONFIG,
+                      "--products fp8: --device %s (%s) has none; bf16 is everywhere", opt->device,
+                      kern_dev_isa(m->dev));
         goto fail;
     }
     m->ops = kern_dev_ops(m->dev);

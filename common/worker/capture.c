@@ -87,7 +87,7 @@ const char *work_capture_check(struct wire_bytes ask, bool shadows, bool *shadow
     if (a.shadow && !shadows)
         return "capture.shadow: this worker can keep no shadow keys: its own index keys are f32, "
                "or "
-               "those of the other two types do not fit into a page (wider with kv-dtype bf16)";
+               "those of the other two types do not fit into a page (wider with --kv-dtype bf16)";
     *shadowed = a.shadow != 0;
     return NULL;
 }

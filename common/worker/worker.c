@@ -275,6 +275,8 @@ static int plan_pool(struct work *w, int64_t model_max, uint64_t memory_bytes, c
                         (long long)s->context_length, (long long)model_max);
     int64_t context = s->context_length ? s->context_length : model_max;
     int64_t n = s->kv_pages;
+    char batch[40] = "";
+    if (w->tails_of_batch) snprintf(batch, sizeof batch, " (--max-batch %u)", w->max_batch);
     if (n == 0) {
         int64_t room = (int64_t)(s->memory_fraction * (double)memory_bytes) -
                        (int64_t)w->n_tails * w->layout->tail_bytes;
@@ -284,17 +286,17 @@ static int plan_pool(struct work *w, int64_t model_max, uint64_t memory_bytes, c
             return tow_fail(
                 err, TOW_ECONFIG,
                 "--memory-fraction %g of %llu MiB %s: not one page of %lld bytes besides %u "
-                "tails of %lld bytes",
+                "tails of %lld bytes%s",
                 s->memory_fraction, (unsigned long long)(memory_bytes >> 20), of_what,
-                (long long)page, w->n_tails, (long long)w->layout->tail_bytes);
+                (long long)page, w->n_tails, (long long)w->layout->tail_bytes, batch);
     }
     /* The transport fills shared memory to test it: too much would take the machine down with
      * it. */
     double need = (double)n * (double)page + (double)w->n_tails * (double)w->layout->tail_bytes;
     if (memory_bytes && need > (double)memory_bytes)
         return tow_fail(err, TOW_ECONFIG,
-                        "--kv-pages %lld: with %u tails that is %.0f MiB, of %llu MiB %s",
-                        (long long)n, w->n_tails, need / (1 << 20),
+                        "--kv-pages %lld: with %u tails%s that is %.0f MiB, of %llu MiB %s",
+                        (long long)n, w->n_tails, batch, need / (1 << 20),
                         (unsigned long long)(memory_bytes >> 20), of_what);
     if ((rc = check_address_space(n, need, err)) < 0) return rc;
     if (n * pt < context) {
@@ -1124,7 +1126,7 @@ static int read_settings(struct work *w, int argc, char **argv, enum tow_opts_do
     model_settings_take(&w->set.engine, &mo);
     if (mo.fp8_products && !kern_dev_fp8_products(dev, true))
         rc = tow_fail(err, TOW_ECONFIG,
-                      "--products fp8: device %s (%s) has none; bf16 is everywhere",
+                      "--products fp8: --device %s (%s) has none; bf16 is everywhere",
                       w->set.engine.device, kern_dev_isa(dev));
     kern_dev_close(dev);
     return rc < 0 ? rc : w->role->plan(w, err);

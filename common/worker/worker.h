@@ -79,6 +79,7 @@ struct work {
     int32_t max_rows, max_samples;
     uint32_t max_tickets; /* live at once at the mover */
     uint32_t n_tails;     /* sequences that hold a tail at once */
+    bool tails_of_batch;  /* n_tails follows from --max-batch: an error names it */
     uint32_t max_batch, chunk_tokens, max_pending_tokens, reserve_tokens; /* for HELLO */
     struct work_own *own;
 };

@@ -263,7 +263,7 @@ static void test_model_forward__fp8_products_are_refused_where_there_are_none(vo
                                     .fp8_products = true};
     assert_int_equal(model_open(&m, "tests/golden/data/exact-bf16/checkpoint", &o, &err),
                      TOW_ECONFIG);
-    assert_non_null(strstr(err.msg, "products fp8: device cpu ("));
+    assert_non_null(strstr(err.msg, "--products fp8: --device cpu ("));
     assert_null(m);
 }
 
