@@ -766,7 +766,7 @@ static int read_file(const char *dir, const char *name, bool needed, char **out,
         return tow_fail(err, TOW_EIO, "%s: path too long", name);
     int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK); /* a pipe has no end */
     if (fd < 0 && errno == ENOENT && !needed) return 0;
-    if (fd < 0) return tow_fail(err, TOW_EIO, "%s: %s", path, strerror(errno));
+    if (fd < 0) return tow_fail(err, TOW_EIO, "--model: %s: %s", path, strerror(errno));
     struct stat st;
     int rc = 0;
     if (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode)) {
