@@ -350,9 +350,6 @@ def test_bad_settings(build):
                                       ("decode", ["--device", "gpu"], ['--device "gpu": must be "cpu" or "cuda:N"']),
                                       ("decode", ["--kv-pages", "20000000", "--max-batch", "64"],
                                        ["--kv-pages 20000000: with 256 tails (--max-batch 64) that is"]),
-                                      *((role, ["--expert-activations", how],
-                                         ["--expert-activations %s: " % how, "NVFP4 experts", MODEL + " are "])
-                                        for role in ("prefill", "decode") for how in ("w4a4", "w4a16")),
                                       ("decode", ["--index-keys", "f32"], ["--index-keys f32", "exact"]),
                                       ("router", ["--api-key-file", "/nowhere"], ["--api-key-file /nowhere"]),
                                       ("router", ["--api-key-file", "/dev/null"], ["--api-key-file /dev/null"]),
