@@ -103,9 +103,10 @@ setup_ucx() {
     python3 -c 'import ensurepip, venv' >/dev/null 2>&1 || setup_apt python3-venv || return 0
     echo "towpath: UCX $setup_old is too old to live through a peer's death; fetching a later one into .ucx"
     setup_log=$(mktemp)
+    rm -rf .ucx.part # of an earlier one that was cut short
     if { [ -x .venv/bin/pip ] || python3 -m venv .venv; } >"$setup_log" 2>&1 &&
         timeout 300 .venv/bin/pip install --quiet --disable-pip-version-check --retries 1 --timeout 60 --no-deps \
-            --target .ucx.part 'libucx-cu13>=1.18' >>"$setup_log" 2>&1; then
+            --target .ucx.part libucx-cu13==1.22.0 >>"$setup_log" 2>&1; then
         rm -f .ucx.part/libucx/lib/*.a .ucx.part/libucx/lib/ucx/*.a
         mv .ucx.part .ucx
     else

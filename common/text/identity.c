@@ -2,6 +2,7 @@
 #include "common/text/identity.h"
 
 #include "common/base/hash.h"
+#include "common/text/utf8.h"
 
 #include <fcntl.h>
 #include <inttypes.h>
@@ -57,6 +58,17 @@ const char *text_folder_name(const char *dir, char *out, size_t cap)
     while (n > 1 && dir[n - 1] == '/') n--;
     size_t at = n;
     while (at > 0 && dir[at - 1] != '/') at--;
-    snprintf(out, cap, "%.*s", (int)(n - at), dir + at);
+    size_t used = 0;
+    while (at < n) {
+        uint32_t cp = 0;
+        const int bytes = text_utf8_next((const uint8_t *)dir + at, n - at, &cp);
+        const bool shown = bytes > 0 && cp >= 0x20 && cp != 0x7f;
+        const size_t take = bytes > 0 ? (size_t)bytes : 1, put = shown ? take : 1;
+        if (used + put >= cap) break;
+        memcpy(out + used, shown ? dir + at : "?", put);
+        used += put;
+        at += take;
+    }
+    out[used] = 0;
     return out;
 }

@@ -60,6 +60,10 @@ static void test_identity__name_is_the_last_part_of_the_path(void **state)
     assert_string_equal(text_folder_name("b", out, sizeof out), "b");
     assert_string_equal(text_folder_name("", out, sizeof out), "");
     assert_string_equal(text_folder_name("/a/longer-than-that", out, sizeof out), "longer-");
+    assert_string_equal(text_folder_name("/a/b\tc\n\x7f", out, sizeof out), "b?c??");
+    assert_string_equal(text_folder_name("/a/b\xff", out, sizeof out), "b?");
+    assert_string_equal(text_folder_name("/a/longe\xc3\xa9r", out, sizeof out), "longe\xc3\xa9");
+    assert_string_equal(text_folder_name("/a/longer\xc3\xa9", out, sizeof out), "longer");
 }
 
 int main(void)
