@@ -59,7 +59,7 @@ class Local(unittest.TestCase):
         for p in ("router", "decode"):
             os.symlink(os.path.join(BUILD, "bin", "towpath-" + p), os.path.join(bin_.name, "towpath-" + p))
         with open(os.path.join(bin_.name, "towpath-prefill"), "w") as f:
-            f.write('#!/bin/sh\n[ "$1" = --help ] && exec "%s" --help\necho idle\nexec sleep 600\n' % real)
+            f.write('#!/bin/sh\n[ "$1" = --help ] && exec "%s" --help\necho idle\nexec tail -f /dev/null\n' % real)
         os.chmod(f.name, 0o755)
         return bin_.name
 
