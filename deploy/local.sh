@@ -1,13 +1,16 @@
 #!/bin/sh
 # A local cluster for people and tests.
 #
-#   deploy/local.sh up [--model DIR] [--prefill N] [--decode N] [--http ADDR:PORT] [--control URL] [-- more flags]
+#   deploy/local.sh up [--model DIR] [--prefill N] [--decode N] [--http ADDR:PORT] [--control URL]
+#                      [--prefill-device D,...] [--decode-device D,...] [-- more flags]
 #   deploy/local.sh status
 #   deploy/local.sh down
 #
 # Logs and process ids lie in .run/ of the repository (TOW_RUN names another folder, for a second cluster).
-# `more flags` go to each program that has a flag of that name. Paths count from the caller's folder. `status`
-# says where more workers may join (--join). `down` ends exactly the processes that `up` started.
+# `more flags` go to each program that has a flag of that name. Of several devices each worker of a role takes the
+# next one, after the last the first again: --prefill-device cuda:0 --decode-device cuda:1. Paths count from the
+# caller's folder. `status` says where more workers may join (--join). `down` ends exactly the processes that `up`
+# started.
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd) || exit 1
 BIN=${TOW_BIN:-$ROOT/build/release/bin}
 RUN=${TOW_RUN:-$ROOT/.run}
@@ -19,7 +22,7 @@ stop=                        # the exit status of an `up` that a signal ended
 die() { echo "local.sh: $*" >&2; exit 1; }
 
 usage() {
-    sed -n '2,10s/^# \{0,1\}//p' "$ROOT/deploy/local.sh" >&2
+    sed -n '2,13s/^# \{0,1\}//p' "$ROOT/deploy/local.sh" >&2
     exit 2
 }
 
@@ -30,6 +33,21 @@ whole() { # NAME VALUE LEAST MOST
     *) [ "$2" -ge "$3" ] && [ "$2" -le "$4" ] && return ;;
     esac
     die "$1: '$2' is not right; must be a whole number, $3 to $4"
+}
+
+# Devices of a role's workers: `cpu` or `cuda:N`, one or several; the worker itself says which there are.
+devices() { # FLAG VALUE
+    case ,$2, in
+    *,,*) die "$1: '$2' has an empty device; must be devices with commas between, like cpu or cuda:0,cuda:1" ;;
+    esac
+}
+
+# The device of worker I, by turns; nothing if none is named.
+device_of() { # I D,...
+    [ -n "$2" ] || return 0
+    IFS=,; set -f -- "$1" $2; set +f; unset IFS
+    shift $(($1 % ($# - 1) + 1))
+    echo "$1"
 }
 
 # When the process began, in clock ticks: with the pid it names one process for ever.
@@ -115,21 +133,24 @@ check_more() { # MORE...
 
 up() {
     model=$ROOT/deploy/demo-model; n_prefill=1; n_decode=1; http=127.0.0.1:8000; control=
+    prefill_devices=; decode_devices=
     while [ $# -gt 0 ]; do
         case $1 in
-        --model | --prefill | --decode | --http | --control)
+        --model | --prefill | --decode | --http | --control | --prefill-device | --decode-device)
             [ $# -ge 2 ] || die "$1 needs a value"
             case $1 in
             --model) model=$2 ;;
             --prefill) n_prefill=$2 ;;
             --decode) n_decode=$2 ;;
             --http) http=$2 ;;
+            --prefill-device) devices "$1" "$2"; prefill_devices=$2 ;;
+            --decode-device) devices "$1" "$2"; decode_devices=$2 ;;
             --control) control=$2; [ -n "$2" ] || die "--control is empty; must be tcp://ADDR:PORT or ipc:///PATH" ;;
             esac
             shift 2 ;;
         --) shift; break ;;
         -h | --help) usage ;;
-        *) die "'$1': unknown to up, which has --model, --prefill, --decode, --http, --control; a program's own flags come after --" ;;
+        *) die "'$1': unknown to up, which has --model, --prefill, --decode, --http, --control, --prefill-device, --decode-device; a program's own flags come after --" ;;
         esac
     done
     # At least one of each role, or nothing is ever ready; a router takes MAX_WORKERS.
@@ -146,6 +167,12 @@ up() {
         while read -r name pid b rest; do alive "$pid" "$b" && die "$name runs already (pid $pid); try: deploy/local.sh down"; done <"$RUN/processes"
     fi
     check_more "$@"
+    for a; do
+        case $prefill_devices$decode_devices:$a in
+        :*) ;;
+        *:--device | *:--device=*) die "--device after -- beside --prefill-device or --decode-device: name a worker's device once" ;;
+        esac
+    done
     mkdir -p "$RUN" || exit 1
     trap 'stop=129' HUP
     trap 'stop=130' INT
@@ -161,14 +188,16 @@ up() {
     status_=-
     start router towpath-router --model "$model" --http "$http" --control "$control" -- "$@"
     for role in prefill decode; do
-        n=$n_prefill
-        [ $role = decode ] && n=$n_decode
+        n=$n_prefill; devices=$prefill_devices
+        [ $role = decode ] && n=$n_decode && devices=$decode_devices
         i=0
         while [ $i -lt "$n" ]; do
             port=${ports# }; port=${port%% *}; ports=${ports# }; ports=${ports#"$port"}
             status_=127.0.0.1:$port
+            device=$(device_of "$i" "$devices")
+            # shellcheck disable=SC2086
             start "$role-$i" "towpath-$role" --model "$model" --name "$role-$i" --join "$control" \
-                --status "$status_" -- "$@"
+                --status "$status_" ${device:+--device "$device"} -- "$@"
             i=$((i + 1))
         done
     done

@@ -123,7 +123,10 @@ class Local(unittest.TestCase):
                             (["--", "--nonsense"], ("no program knows --nonsense",)),
                             (["--control", "tcp://127.0.0.1:0"], ("--control", "1 to 65535")),
                             (["--control", "tcp://a:1,tcp://b:1"], ("--control", "one URL")),
-                            (["--control", ""], ("--control", "empty"))):
+                            (["--control", ""], ("--control", "empty")),
+                            (["--prefill-device", "cpu,,cpu"], ("--prefill-device: 'cpu,,cpu'", "empty device")),
+                            (["--decode-device", ""], ("--decode-device: ''", "empty device")),
+                            (["--decode-device", "cpu", "--", "--device=cpu"], ("--device after --", "once"))):
             r = self.sh("up", *args)
             self.failed(r, "a", *words)
             self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
@@ -174,6 +177,24 @@ class Local(unittest.TestCase):
         finally:
             p.kill()
             p.wait()
+
+    def test_devices_by_role(self):
+        """Each worker of a role takes the next of the role's devices; one that is none ends the start."""
+        http = "127.0.0.1:%d" % harness.free_port()
+        r = self.sh("up", "--http", http, "--decode", "2", "--decode-device", "cpu,cpu", "--", "--log-level", "info")
+        self.assertEqual(r.returncode, 0, r.stdout)
+        flags = {}
+        for line in self.processes("a"):
+            name, pid = line.split()[:2]
+            with open("/proc/%s/cmdline" % pid) as f:
+                flags[name] = f.read().split("\0")
+        for name in ("decode-0", "decode-1"):
+            self.assertEqual(flags[name][flags[name].index("--device") + 1], "cpu", flags[name])
+        for name in ("router", "prefill-0"):
+            self.assertNotIn("--device", flags[name])
+        self.assertEqual(self.sh("down").returncode, 0)
+        r = self.sh("up", "--http", http, "--decode", "2", "--decode-device", "cpu,gpu:7")
+        self.failed(r, "a", "decode-1 ended", "gpu:7")
 
     def test_up_that_is_ended_takes_its_cluster_down(self):
         for signum, n in ((signal.SIGTERM, 3), (signal.SIGTERM, 1), (signal.SIGHUP, 3)):

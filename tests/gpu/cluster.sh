@@ -1,10 +1,12 @@
 #!/bin/sh
-# Three processes with both workers on the device answer as three processes on the CPU do, greedily; and with
-# bf16 index keys a prompt of 32K tokens finds the memory that was planned for it.
-# usage: tests/gpu/cluster.sh BUILD_DIR      (TOW_TEST_DEVICE: cuda:0; exit 77: no device)
+# Three processes with both workers on the device, and where there is a second one with a device each, answer as
+# three processes on the CPU do, greedily; and with bf16 index keys a prompt of 32K tokens finds the memory that
+# was planned for it.
+# usage: tests/gpu/cluster.sh BUILD_DIR      (TOW_TEST_DEVICE: cuda:0; TOW_TEST_DEVICE2: cuda:1; exit 77: no device)
 cd "$(dirname "$0")/../.." || exit 1
 B=$1
 D=${TOW_TEST_DEVICE:-cuda:0}
+D2=${TOW_TEST_DEVICE2:-cuda:1}
 export TOW_BIN=$B/bin
 M=deploy/demo-model
 work=$(mktemp -d) || exit 1
@@ -17,24 +19,34 @@ if grep -q 'no CUDA' "$work/why"; then
 fi
 
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
-ask() { # DEVICE OUT
+ask() { # PREFILL-DEVICE DECODE-DEVICE OUT
     port=$(free_port)
-    TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" -- --device "$1" --kv-pages 64 \
-        --context-length 8192 || { cat "$work"/run/*.log; exit 1; }
-    : >"$2"
+    TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" --prefill-device "$1" --decode-device "$2" -- \
+        --kv-pages 64 --context-length 8192 || { cat "$work"/run/*.log; exit 1; }
+    : >"$3"
     for q in 'What is 17 + 25?' 'Write one sentence about rivers.' \
         "key: alpha-7731, owner: Lena. $(seq -s ' ' 1 400) What is the key? Answer with the key alone."; do
-        "$TOW_BIN/towpath-ctl" chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 48 "$q" >>"$2" || exit 1
+        "$TOW_BIN/towpath-ctl" chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 48 "$q" >>"$3" || exit 1
     done
     TOW_RUN=$work/run sh deploy/local.sh down >/dev/null
 }
-ask cpu "$work/cpu"
-ask "$D" "$work/cuda"
-if ! [ -s "$work/cpu" ] || ! cmp "$work/cpu" "$work/cuda"; then
-    echo "the CPU said:"; cat "$work/cpu"; echo "the device said:"; cat "$work/cuda"
+same() { # DEVICES OUT
+    [ -s "$work/cpu" ] && cmp "$work/cpu" "$2" && return
+    echo "the CPU said:"; cat "$work/cpu"; echo "$1 said:"; cat "$2"
     exit 1
-fi
+}
+ask cpu cpu "$work/cpu"
+ask "$D" "$D" "$work/cuda"
+same "$D" "$work/cuda"
 cat "$work/cuda"
+
+if "$TOW_BIN/towpath-ctl" eval --model $M --device "$D2" --tokens /dev/null --out "$work/x" 2>&1 | grep "device $D2: "; then
+    echo "$D2 is not there: prefill and decode on a device each not tried"
+else
+    ask "$D" "$D2" "$work/two"
+    same "prefill on $D and decode on $D2" "$work/two"
+    echo "the same by prefill on $D and decode on $D2"
+fi
 
 # Half of the context that was planned for, twice beside each other.
 port=$(free_port)
