@@ -244,7 +244,7 @@ $(B)/bench/gpu/%: $(B)/obj/tests/gpu/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS
 	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) $(LIBS_all)
 gpu-bench: all $(GPU_BENCHES)
 	@for b in $(GPU_BENCHES); do $$b || [ $$? -eq 77 ] || exit 1; done
-	@python3 tests/gpu/peers.py || [ $$? -eq 77 ]
+	@python3 tests/gpu/peers.py $(PEERS) || [ $$? -eq 77 ]
 
 BENCHES := $(patsubst tests/bench/%.c,$(B)/bench/%,$(wildcard tests/bench/bench_*.c))
 $(B)/bench/%: $(B)/obj/tests/bench/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
