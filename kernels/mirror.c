@@ -513,19 +513,32 @@ MIRROR(index_rank)
     p.next = out(m, p.next, 4);
     RUN(index_rank);
 }
+static void send_attention(struct kern_dev *m, struct kern_attention *p)
+{
+    const int64_t T = p->T, d = p->layout->spec.head_dim, a = act(p->act);
+    p->q = in(m, p->q, T * p->H * d * a);
+    p->kv = in(m, p->kv, T * d * a);
+    p->sink = in(m, p->sink, p->H * 4);
+    p->o = out(m, p->o, T * p->H * d * a);
+    p->pages = pool(m, p->pages, false);
+    p->seqs = send_seqs(m, p->seqs, p->n_seqs, p->layout, false);
+    p->n_selected = p->selected ? in(m, p->n_selected, T * 4) : NULL;
+    p->selected = in(m, p->selected, T * p->sel_ld * 4);
+}
 MIRROR(attention)
 {
     BEGIN(attention);
-    const int64_t T = p.T, d = p.layout->spec.head_dim, a = act(p.act);
-    p.q = in(m, p.q, T * p.H * d * a);
-    p.kv = in(m, p.kv, T * d * a);
-    p.sink = in(m, p.sink, p.H * 4);
-    p.o = out(m, p.o, T * p.H * d * a);
-    p.pages = pool(m, p.pages, false);
-    p.seqs = send_seqs(m, p.seqs, p.n_seqs, p.layout, false);
-    p.n_selected = p.selected ? in(m, p.n_selected, T * 4) : NULL;
-    p.selected = in(m, p.selected, T * p.sel_ld * 4);
+    send_attention(m, &p);
     RUN(attention);
+}
+MIRROR(attend)
+{
+    BEGIN(attend);
+    send_attention(m, &p.attention);
+    send_heads_rope(m, &p.back);
+    send_linear(m, &p.wo_a, true);
+    send_linear(m, &p.wo_b, true);
+    RUN(attend);
 }
 static void send_route(struct kern_dev *m, struct kern_route *p)
 {

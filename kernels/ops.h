@@ -265,6 +265,15 @@ struct kern_attention {
     enum kern_dtype act;
 };
 
+/* Attention and what its output goes through: attention, back, wo_a, wo_b, one after the other and
+ * with the same bits. What only they hand on (attention.o, wo_a.y) is undefined afterwards. */
+struct kern_attend {
+    struct kern_attention attention;
+    struct kern_heads_rope back; /* of attention.o; without a norm */
+    struct kern_linear wo_a;     /* of attention.o, its rows tight */
+    struct kern_linear wo_b;     /* of wo_a.y */
+};
+
 /* Router: scores, choice, weights. experts in descending order of score + bias (ties: lower id),
  * or the table's. */
 struct kern_route {
@@ -384,7 +393,7 @@ struct kern_sample {
 #define KERN_OPS(X)                                                                                \
     X(embed) X(rmsnorm) X(linear) X(linears) X(hc_collapse) X(hc_expand) X(hc_boundary)            \
     X(rope_table) X(heads_rope) X(kv_prep) X(window_store) X(compress) X(index_query) X(prepare)   \
-    X(index_select) X(index_rank) X(attention) X(route) X(moe) X(swiglu) X(ffn) X(add)             \
+    X(index_select) X(index_rank) X(attention) X(attend) X(route) X(moe) X(swiglu) X(ffn) X(add)   \
     X(mtp_mix) X(sample)
 /* clang-format on */
 

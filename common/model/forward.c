@@ -866,54 +866,78 @@ static void prepare(struct pass *p, int32_t at, const struct model_layer *L,
     tap(p, at, "index_weights", act_elem(m), m->s.iwt, s->index_heads);
 }
 
-/* s.o -> s.y: turned back, then both output products. */
-static void attention_output(struct pass *p, int32_t at, const struct model_layer *L)
+/* s.q -> s.y: attention, its output turned back, both output products. */
+static struct kern_attend attend_of(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
     const struct model_shape *s = &m->w->shape;
+    const bool select = kern_kv_overlaps(L->ratio);
     const int f = L->ratio > 0;
     const int64_t hd = (int64_t)s->H * s->d, low = (int64_t)s->o_groups * s->o_lora;
-    const struct kern_heads_rope back = {.q = m->s.o,
-                                         .cos = m->s.cos[f],
-                                         .sin = m->s.sin[f],
-                                         .T = p->T,
-                                         .H = s->H,
-                                         .d = s->d,
-                                         .rd = s->rd,
-                                         .inverse = true,
-                                         .act = m->act};
-    /* wo_a is the one quantized weight whose input is not: the released model runs it as bf16. */
-    const struct kern_linear wo_a = {.x = m->s.o,
-                                     .w = L->wo_a,
-                                     .y = m->s.o_low,
-                                     .ld_x = hd,
-                                     .ld_y = low,
-                                     .T = p->T,
-                                     .N = s->o_lora,
-                                     .K = (int32_t)(hd / s->o_groups),
-                                     .groups = s->o_groups,
-                                     .x_dtype = m->act,
-                                     .y_dtype = m->act,
-                                     .aq = KERN_AQ_NONE,
-                                     .round_w = !m->opt.exact};
-    struct products of_low = {.n = 0};
-    add_product(p, &of_low, m->s.o_low, &L->wo_b, m->s.y, m->act);
+    return (struct kern_attend){
+        .attention = {.q = m->s.q,
+                      .kv = m->s.kv,
+                      .sink = L->sink,
+                      .o = m->s.o,
+                      .pages = p->b->pages,
+                      .layout = &m->layout,
+                      .layer = at,
+                      .seqs = p->b->seqs,
+                      .n_seqs = p->b->n_seqs,
+                      .selected = select ? m->s.selected : NULL,
+                      .n_selected = select ? m->s.n_selected : NULL,
+                      .sel_ld = m->opt.max_topk,
+                      .T = p->T,
+                      .H = s->H,
+                      .scale = (float)(1.0 / sqrt((double)s->d)),
+                      .act = m->act},
+        .back = {.q = m->s.o,
+                 .cos = m->s.cos[f],
+                 .sin = m->s.sin[f],
+                 .T = p->T,
+                 .H = s->H,
+                 .d = s->d,
+                 .rd = s->rd,
+                 .inverse = true,
+                 .act = m->act},
+        /* The one quantized weight whose input is not: the released model runs it as bf16. */
+        .wo_a = {.x = m->s.o,
+                 .w = L->wo_a,
+                 .y = m->s.o_low,
+                 .ld_x = hd,
+                 .ld_y = low,
+                 .T = p->T,
+                 .N = s->o_lora,
+                 .K = (int32_t)(hd / s->o_groups),
+                 .groups = s->o_groups,
+                 .x_dtype = m->act,
+                 .y_dtype = m->act,
+                 .aq = KERN_AQ_NONE,
+                 .round_w = !m->opt.exact},
+        .wo_b = product(p, m->s.o_low, m->act, &L->wo_b, m->s.y, m->act, p->T)};
+}
 
+/* The same, seen step by step. */
+static void attend_apart(struct pass *p, int32_t at, const struct kern_attend *of)
+{
+    struct model *m = p->m;
+    const struct kern_ops *ops = m->ops;
+    const int64_t hd = of->wo_a.ld_x;
+    if (p->rc == 0) p->rc = ops->attention(m->stream, &of->attention);
     tap(p, at, "o_raw", act_elem(m), m->s.o, hd);
-    if (p->b->tap && p->rc == 0) p->rc = m->ops->heads_rope(m->stream, &back);
+    if (p->rc == 0) p->rc = ops->heads_rope(m->stream, &of->back);
     tap(p, at, "o", act_elem(m), m->s.o, hd);
-    OP(p, linears, .each = &wo_a, .n = 1, .rope = p->b->tap ? NULL : &back);
-    tap(p, at, "o_low", act_elem(m), m->s.o_low, low);
-    OP(p, linears, .each = of_low.each, .n = of_low.n);
-    tap(p, at, "attn_out", act_elem(m), m->s.y, s->D);
+    if (p->rc == 0) p->rc = ops->linear(m->stream, &of->wo_a);
+    tap(p, at, "o_low", act_elem(m), m->s.o_low, of->wo_a.ld_y);
+    if (p->rc == 0) p->rc = ops->linear(m->stream, &of->wo_b);
+    tap(p, at, "attn_out", act_elem(m), m->s.y, m->w->shape.D);
 }
 
 /* s.x -> s.y; at = place in the layout. */
 static void attention(struct pass *p, int32_t at, const struct model_layer *L)
 {
     struct model *m = p->m;
-    const struct model_shape *s = &m->w->shape;
-    const bool select = kern_kv_overlaps(L->ratio), alone = rows_are_alone(p->b);
+    const bool alone = rows_are_alone(p->b);
     const struct kern_window_store store = {.kv = m->s.kv,
                                             .layout = &m->layout,
                                             .layer = at,
@@ -921,17 +945,16 @@ static void attention(struct pass *p, int32_t at, const struct model_layer *L)
                                             .n_seqs = p->b->n_seqs,
                                             .act = m->act};
 
-    tap(p, at, "attn_x", act_elem(m), m->s.x, s->D);
+    tap(p, at, "attn_x", act_elem(m), m->s.x, m->w->shape.D);
     attention_products(p, at, L);
     prepare(p, at, L, alone ? &store : NULL);
-    if (select) indexer(p, at, L);
-    OP(p, attention, .q = m->s.q, .kv = m->s.kv, .sink = L->sink, .o = m->s.o, .pages = p->b->pages,
-       .layout = &m->layout, .layer = at, .seqs = p->b->seqs, .n_seqs = p->b->n_seqs,
-       .selected = select ? m->s.selected : NULL, .n_selected = select ? m->s.n_selected : NULL,
-       .sel_ld = m->opt.max_topk, .T = p->T, .H = s->H, .scale = (float)(1.0 / sqrt((double)s->d)),
-       .act = m->act);
+    if (kern_kv_overlaps(L->ratio)) indexer(p, at, L);
+    const struct kern_attend of = attend_of(p, at, L);
+    if (p->b->tap)
+        attend_apart(p, at, &of);
+    else if (p->rc == 0)
+        p->rc = m->ops->attend(m->stream, &of);
     if (!alone && p->rc == 0) p->rc = m->ops->window_store(m->stream, &store);
-    attention_output(p, at, L);
     p->made = (struct made){NULL, m->s.y};
 }
 

@@ -17,6 +17,9 @@ struct attn_job {
     int32_t T, H;
     float scale;
     enum kern_dtype act;
+    /* NULL, or angles [T, rd / 2]: o is what wo_a reads, its heads turned back and each 64 columns
+     * in the order of slots (cuda_quant.slots). Only for attention_wgmma(). */
+    const float *cos, *sin;
 };
 
 /* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and
@@ -25,6 +28,11 @@ struct attn_job {
  * queries. */
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 bool attention_few(struct kern_stream *s, const struct attn_job *j);
+
+/* attention_cuda.cu: kern_attention_cuda(). With `back`, and where it can, o becomes what attn_job
+ * says of angles; *slots: it did. */
+int attention_run(struct kern_stream *s, const struct kern_attention *p,
+                  const struct kern_heads_rope *back, bool *slots);
 
 /* Stored keys of a batch's sequences in bf16, in scratch of the op: of each sequence its ring by
  * slots, then its entries in their order. */

@@ -15,6 +15,9 @@
 
 #include "common/base/err.h"
 
+int KERN_ISA(kern_heads_rope)(struct kern_stream *s, const struct kern_heads_rope *p);
+int KERN_ISA(kern_linear)(struct kern_stream *s, const struct kern_linear *p);
+
 enum {
     KEYS = 64,          /* of a block: 132 KiB of floats at width 512 */
     HEADS = 32,         /* of a part at most; all of them read a dequantized key */
@@ -209,4 +212,12 @@ int KERN_ISA(kern_attention)(struct kern_stream *s, const struct kern_attention 
     j.head_groups = (p->H + j.heads - 1) / j.heads;
     kern_parallel(s, (int64_t)p->T * j.head_groups, row_part, &j);
     return 0;
+}
+
+int KERN_ISA(kern_attend)(struct kern_stream *s, const struct kern_attend *p)
+{
+    int rc = KERN_ISA(kern_attention)(s, &p->attention);
+    if (rc == 0) rc = KERN_ISA(kern_heads_rope)(s, &p->back);
+    if (rc == 0) rc = KERN_ISA(kern_linear)(s, &p->wo_a);
+    return rc < 0 ? rc : KERN_ISA(kern_linear)(s, &p->wo_b);
 }

@@ -504,9 +504,16 @@ static bool tiles_fit(const struct attn_job *j)
     return j->k.kv_fmt == KERN_KV_BF16 || ((d + rd) % 16 == 0 && rd % 8 == 0);
 }
 
-extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_attention *p)
+static bool by_wgmma(const struct kern_stream *s, const struct attn_job *j)
+{
+    return s->arch == 90 && j->k.d == 512 && j->k.rd == 64;
+}
+
+int attention_run(struct kern_stream *s, const struct kern_attention *p,
+                  const struct kern_heads_rope *back, bool *slots)
 {
     struct attn_job j = {};
+    *slots = false;
     if (p->T == 0 || p->n_seqs == 0) return 0;
     int rc = cuda_batch_of(s, p->seqs, p->n_seqs, &j.b);
     if (rc < 0) return rc;
@@ -523,11 +530,23 @@ extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_atte
     j.scale = p->scale;
     j.act = p->act;
     if (j.T == 0) return cuda_done(s, "attention");
-    if (!tiles_fit(&j) || !aligned(&j))
+    if (!tiles_fit(&j) || !aligned(&j)) {
         plain_kernel<<<(unsigned)(j.T * j.H), THREADS, 0, s->cu>>>(j);
-    else if (s->arch != 90 || j.k.d != 512 || j.k.rd != 64)
+    } else if (!by_wgmma(s, &j)) {
         launch_tiled(s, &j);
-    else if (!(few_rows(s, &j) ? attention_few(s, &j) : attention_wgmma(s, &j)))
-        return TOW_EDEVICE;
+    } else if (few_rows(s, &j)) {
+        if (!attention_few(s, &j)) return TOW_EDEVICE;
+    } else {
+        *slots = back && back->inverse && back->rd == j.k.rd &&
+                 (((uintptr_t)back->cos | (uintptr_t)back->sin) & 15) == 0;
+        if (*slots) j.cos = back->cos, j.sin = back->sin;
+        if (!attention_wgmma(s, &j)) return TOW_EDEVICE;
+    }
     return cuda_done(s, "attention");
+}
+
+extern "C" int kern_attention_cuda(struct kern_stream *s, const struct kern_attention *p)
+{
+    bool slots;
+    return attention_run(s, p, NULL, &slots);
 }

@@ -31,6 +31,7 @@
  */
 #include "kernels/attn/key_tile.cuh"
 #include "kernels/attn/softmax.cuh"
+#include "kernels/cuda/row.cuh"
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
 
@@ -76,6 +77,7 @@ struct shared {
     struct walk pending;                   /* to the row whose queries are to be sent */
     uint4 waiting[PRODUCER_WARPS][KEY_CODES / 64 - KEPT][32];
     float sink[CONSUMERS][HEADS];
+    float angles[2][2][32]; /* of the row and of the one before: cos and sin, where o is turned */
     struct row row;
     /* Quarters of a tile, 128 columns: by its producers, warps or threads; by the warps of the
      * group that sums the columns. */
@@ -218,7 +220,12 @@ static __device__ __forceinline__ void send_row(const CUtensorMap *queries,
     const int32_t t = item / groups, h0 = item % groups * HEADS, next = item + (int32_t)gridDim.x;
     bar_wait(&sh->q_empty, begun % 2 ^ 1);
     sh->row = {t, h0, n};
-    bar_expect(&sh->q_full, KEY_TILE);
+    bar_expect(&sh->q_full, KEY_TILE + (j.cos ? (int)sizeof sh->angles[0] : 0));
+    if (j.cos) {
+        float(&to)[2][32] = sh->angles[begun % 2];
+        bulk_load(to[0], j.cos + t * 32, sizeof to[0], &sh->q_full);
+        bulk_load(to[1], j.sin + t * 32, sizeof to[1], &sh->q_full);
+    }
 #pragma unroll 1
     for (int i = 0; i < KEY_WIDTH / 64; i++)
         load_once(sh->q + i * KEY_BLOCK, queries, &sh->q_full, i * TILE_BYTES, t * j.H + h0);
@@ -712,6 +719,46 @@ static __device__ __forceinline__ void store_row(const struct attn_job &j, const
     }
 }
 
+/* The same as wo_a reads it (attn_job), by what each thread has: of two heads every fourth column
+ * of eight, two columns of each such; those of 64 columns are two pieces of 16 bytes, for slot
+ * words 4 c + i and 16 + 4 c + i of a group of 64 are words 8 i + c and 8 i + 4 + c of the head's,
+ * c = lane % 4. */
+static __device__ __forceinline__ void store_slots(const struct attn_job &j, const struct row &row,
+                                                   int group, const struct attn_chain (&c)[2],
+                                                   const float (&sink)[HEADS],
+                                                   const float (&angles)[2][32], const sums &o)
+{
+    const int lane = threadIdx.x % 32, head0 = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    dev_copy_wait<0>();
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int head = head0 + 8 * r;
+        const float inverse = attn_inverse(c[r], sink[head]);
+        uint16_t *to = (uint16_t *)j.o + ((int64_t)row.t * j.H + row.h0 + head) * KEY_WIDTH +
+                       group * (KEY_WIDTH / 2) + lane % 4 * 8;
+#pragma unroll
+        for (int q = 0; q < KEY_WIDTH / 128; q++) { /* 64 columns */
+            uint32_t w[8];
+#pragma unroll
+            for (int n = 0; n < 8; n++) {
+                const float *two = &o[q / 2][(q % 2 * 8 + n) * 4 + 2 * r];
+                w[n] = attn_bf16x2(two[0] * inverse, two[1] * inverse);
+                if (group == 1 && q == KEY_WIDTH / 128 - 1) { /* the end that is turned */
+                    const int at = 4 * n + lane % 4;
+                    float x = kern_float(w[n] << 16), y = kern_float(w[n] & 0xffff0000u);
+                    dev_rotate2(&x, &y, angles[0][at], -angles[1][at]);
+                    w[n] = attn_bf16x2(x, y);
+                }
+            }
+            if (row.h0 + head < j.H) {
+                __stcs((uint4 *)(to + q * 64), make_uint4(w[0], w[2], w[4], w[6]));
+                __stcs((uint4 *)(to + q * 64 + 32), make_uint4(w[1], w[3], w[5], w[7]));
+            }
+        }
+    }
+}
+
 /* The group as a constant: descriptors are then uniform. */
 template <int group>
 static __device__ __forceinline__ void consume(const struct attn_job &j, bool wide,
@@ -788,7 +835,11 @@ static __device__ __forceinline__ void consume(const struct attn_job &j, bool wi
         }
         g0 += (uint32_t)tiles;
         const uint32_t last = (g0 - 1) % 2;
-        store_row(j, row, group, c, sh->sink[group], o, sh->tile[last] + group * (KEY_TILE / 2));
+        if (j.cos)
+            store_slots(j, row, group, c, sh->sink[group], sh->angles[begun % 2], o);
+        else
+            store_row(j, row, group, c, sh->sink[group], o,
+                      sh->tile[last] + group * (KEY_TILE / 2));
         arrive(&sh->empty[last][2 * group]);
         arrive(&sh->empty[last][2 * group + 1]);
     }

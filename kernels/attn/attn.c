@@ -1,4 +1,5 @@
-/* kernels/attn/attn.c - shape contracts of index_query, index_select, index_rank and attention. */
+/* kernels/attn/attn.c - shape contracts of index_query, index_select, index_rank, attention
+ * and attend. */
 #include "common/base/err.h"
 #include "kernels/kvpack/kvpack.h"
 #include "kernels/ops.h"
@@ -63,4 +64,24 @@ int kern_attention_check(const struct kern_attention *p)
     if (p->selected && (!p->n_selected || p->sel_ld < 1)) return TOW_EINVAL;
     if (p->layout->layer[p->layer].ratio && !p->pages) return TOW_EINVAL;
     return p->q && p->kv && p->sink && p->o ? 0 : TOW_EINVAL;
+}
+
+/* The parts must fit together; whatever else they are is theirs. */
+int kern_attend_check(const struct kern_attend *p)
+{
+    const struct kern_attention *a = &p->attention;
+    const struct kern_heads_rope *back = &p->back;
+    const bool checked = kern_attention_check(a) == 0 && kern_heads_rope_check(back) == 0 &&
+                         kern_linear_check(&p->wo_a) == 0 && kern_linear_check(&p->wo_b) == 0;
+    if (!checked) return TOW_EINVAL;
+    const int64_t width = (int64_t)a->H * a->layout->spec.head_dim,
+                  low = (int64_t)p->wo_a.groups * p->wo_a.N;
+    if (back->T != a->T || p->wo_a.T != a->T || p->wo_b.T != a->T) return TOW_EINVAL;
+    if (back->norm || back->H != a->H || back->d != a->layout->spec.head_dim) return TOW_EINVAL;
+    if ((int64_t)p->wo_a.groups * p->wo_a.K != width || p->wo_a.ld_x != width ||
+        (int64_t)p->wo_b.groups * p->wo_b.K != low || p->wo_b.ld_x != p->wo_a.ld_y)
+        return TOW_EINVAL;
+    if (back->act != a->act || p->wo_a.x_dtype != a->act || p->wo_b.x_dtype != p->wo_a.y_dtype)
+        return TOW_EINVAL;
+    return back->q == a->o && p->wo_a.x == a->o && p->wo_b.x == p->wo_a.y ? 0 : TOW_EINVAL;
 }

@@ -345,6 +345,22 @@ static int multiply(struct kern_stream *s, const struct kern_linear *p, enum way
     return described ? rc : TOW_EDEVICE;
 }
 
+bool cuda_linear_reads_slots(const struct kern_stream *s, const struct kern_linear *p)
+{
+    struct cuda_product c;
+    if (!scales_fit(&p->w) || is_plain(p) || p->aq != KERN_AQ_NONE) return false;
+    if (p->K % BLOCK_K || p->ld_x != (int64_t)p->groups * p->K || (uintptr_t)p->x % 16)
+        return false;
+    const enum way way = way_of(s, p, &c);
+    return form_of(s, p, way, &c) == SLOTS;
+}
+int cuda_linear_of_slots(struct kern_stream *s, const struct kern_linear *p)
+{
+    struct cuda_product c;
+    if (p->T == 0) return 0;
+    return multiply(s, p, way_of(s, p, &c), &c); /* product_of() says of x what is true */
+}
+
 /* ------------------------------------------------------------------ products of the same rows */
 
 static bool is_few(const struct kern_linear *p)

@@ -98,6 +98,11 @@ bool cuda_codes_narrow_fits(const struct kern_stream *s, const struct cuda_produ
 bool cuda_codes_own(const struct cuda_product *p);
 bool cuda_product_codes_narrow(struct kern_stream *s, const struct cuda_product *p);
 
+/* linear_cuda.cu: would this product read its rows, x as it is, in the order of slots; and it, of
+ * rows that are. */
+bool cuda_linear_reads_slots(const struct kern_stream *s, const struct kern_linear *p);
+int cuda_linear_of_slots(struct kern_stream *s, const struct kern_linear *p);
+
 enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };
 
 /* One thread's share of 16 rows x 64 k: rows g and g + 8, sixteen elements of each. */

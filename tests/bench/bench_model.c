@@ -176,6 +176,7 @@ NO_WORK(prepare)
 NO_WORK(index_rank)
 NO_WORK(route)
 NO_WORK(swiglu)
+NO_WORK(attend)
 NO_WORK(ffn)
 NO_WORK(add)
 NO_WORK(mtp_mix)
@@ -200,7 +201,14 @@ NO_WORK(sample)
 KERN_OPS(X)
 #undef X
 
-/* The CPU's ffn is these ops, and they are what is of interest. */
+/* The CPU's attend and ffn are these ops, and they are what is of interest. */
+static int parts_of_attend(struct kern_stream *s, const struct kern_attend *p)
+{
+    int rc = count_attention(s, &p->attention);
+    if (rc == 0) rc = count_heads_rope(s, &p->back);
+    if (rc == 0) rc = count_linear(s, &p->wo_a);
+    return rc < 0 ? rc : count_linear(s, &p->wo_b);
+}
 static int parts_of_ffn(struct kern_stream *s, const struct kern_ffn *p)
 {
     int rc = count_linear(s, &p->gate);
@@ -224,6 +232,7 @@ const struct kern_ops *__wrap_kern_dev_ops(const struct kern_dev *dev);
 const struct kern_ops *__wrap_kern_dev_ops(const struct kern_dev *dev)
 {
     real_ops = __real_kern_dev_ops(dev);
+    counting.attend = parts_of_attend;
     counting.ffn = parts_of_ffn;
     return &counting;
 }

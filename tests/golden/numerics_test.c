@@ -330,6 +330,13 @@ static int prepare_one_by_one(struct kern_stream *s, const struct kern_prepare *
     if (rc == 0 && p->compress) rc = faulty.compress(s, p->compress);
     return rc == 0 && p->index ? faulty.index_query(s, p->index) : rc;
 }
+static int attend_one_by_one(struct kern_stream *s, const struct kern_attend *p)
+{
+    int rc = faulty.attention(s, &p->attention);
+    if (rc == 0) rc = faulty.heads_rope(s, &p->back);
+    if (rc == 0) rc = faulty.linear(s, &p->wo_a);
+    return rc < 0 ? rc : faulty.linear(s, &p->wo_b);
+}
 static int ffn_one_by_one(struct kern_stream *s, const struct kern_ffn *p)
 {
     int rc = faulty.linear(s, &p->gate);
@@ -347,6 +354,7 @@ static int ffn_one_by_one(struct kern_stream *s, const struct kern_ffn *p)
         good = faulty = *of_device;                                                                \
         faulty.linears = linears_one_by_one;                                                       \
         faulty.prepare = prepare_one_by_one;                                                       \
+        faulty.attend = attend_one_by_one;                                                         \
         faulty.ffn = ffn_one_by_one;                                                               \
         faulty.op = with;                                                                          \
         return &faulty;                                                                            \

@@ -8,6 +8,7 @@
 #include "tests/support/device.h"
 
 #include "common/base/err.h"
+#include "kernels/cuda/table.h"
 #include "kernels/mirror.h"
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
@@ -418,6 +419,146 @@ static void test_attention__keys_widened_ahead_give_the_same_bits(void **state)
     free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(seqs);
 }
 
+/* An fp8 weight of random codes without NaN. */
+static struct kern_weight random_weight(int32_t n, int32_t k)
+{
+    const int64_t cols = (k + 127) / 128, n_scales = (n + 127) / 128 * cols;
+    uint8_t *d = malloc((size_t)n * (size_t)k), *sc = malloc((size_t)n_scales);
+    assert_true(d && sc);
+    for (int64_t i = 0; i < (int64_t)n * k; i++) d[i] = kern_e4m3_encode(rnd() * 100);
+    for (int64_t i = 0; i < n_scales; i++) sc[i] = (uint8_t)(116 + i % 5);
+    return (struct kern_weight){.data = d,
+                                .scale = sc,
+                                .fmt = KERN_W_FP8,
+                                .sfmt = KERN_S_UE8M0,
+                                .n = n,
+                                .k = k,
+                                .row_bytes = k,
+                                .scale_row_bytes = cols,
+                                .scale2 = 1};
+}
+static void free_weight(struct kern_weight w)
+{
+    free((void *)(uintptr_t)w.data), free((void *)(uintptr_t)w.scale);
+}
+#ifdef TOW_CUDA
+enum { KINDS = 2 }; /* of products */
+#else
+enum { KINDS = 1 };
+#endif
+/* Attention and what its output goes through, at once and one by one: by each kind of kernels that
+ * there is for attention and for wo_a. */
+static void test_attend__has_the_bits_of_its_ops(void **state)
+{
+    enum { G = 8, LOW = 512, OUT = 384, MOST = 300, POS = 3001 };
+    static const int32_t Ts[] = {1, 40, 100, 150, MOST};
+    struct world w;
+    struct rows r = {.q = malloc((size_t)MOST * H * D * 2),
+                     .kv = malloc((size_t)MOST * D * 2),
+                     .o = malloc((size_t)MOST * H * D * 2),
+                     .sel = malloc((size_t)MOST * 512 * 4),
+                     .n_sel = malloc(MOST * 4)};
+    float *cos = malloc((size_t)MOST * (RD / 2) * 4), *sin = malloc((size_t)MOST * (RD / 2) * 4);
+    uint16_t *low = malloc((size_t)MOST * G * LOW * 2), *got = malloc((size_t)MOST * OUT * 2),
+             *want = malloc((size_t)MOST * OUT * 2);
+    const struct kern_weight wo_a = random_weight(G * LOW, H * D / G),
+                             wo_b = random_weight(OUT, G * LOW);
+    struct kern_stream *s = kern_dev_stream(gpu);
+    const struct kern_ops *ops = ops_of(gpu);
+    (void)state;
+    assert_true(r.q && r.kv && r.o && r.sel && r.n_sel && cos && sin && low && got && want);
+    world_open(&w, KERN_KV_FP8, KERN_IK_FP8);
+    fill(r.q, (size_t)MOST * H * D, 1);
+    fill(r.kv, (size_t)MOST * D, 2);
+    for (int i = 0; i < MOST * (RD / 2); i++) cos[i] = rnd(), sin[i] = rnd();
+    for (int h = 0; h < H; h++) r.sink[h] = rnd();
+    for (int t = 0; t < MOST; t++) {
+        r.n_sel[t] = t % 9 == 8 ? 100 : 512;
+        for (int k = 0; k < 512; k++) r.sel[t * 512 + k] = k < r.n_sel[t] ? k + t % 200 : -1;
+    }
+    for (int kind = 0; kind < KINDS; kind++) {
+#ifdef TOW_CUDA
+        cuda_fp8_products = kind; /* a mirror has no switch */
+#endif
+        for (size_t i = 0; i < 2 * sizeof Ts / sizeof *Ts; i++) {
+            const int32_t T = Ts[i / 2];
+            const int layer = i % 2 ? C128 : C4;
+            const struct kern_seq seq = seq_at(&w, 0, T, POS, 512);
+            const struct kern_attend p = {.attention = {.q = r.q,
+                                                        .kv = r.kv,
+                                                        .sink = r.sink,
+                                                        .o = r.o,
+                                                        .pages = w.pages,
+                                                        .layout = &w.l,
+                                                        .layer = layer,
+                                                        .seqs = &seq,
+                                                        .n_seqs = 1,
+                                                        .selected = layer == C4 ? r.sel : NULL,
+                                                        .n_selected = r.n_sel,
+                                                        .sel_ld = 512,
+                                                        .T = T,
+                                                        .H = H,
+                                                        .scale = 0.0442f,
+                                                        .act = KERN_BF16},
+                                          .back = {.q = r.o,
+                                                   .cos = cos,
+                                                   .sin = sin,
+                                                   .T = T,
+                                                   .H = H,
+                                                   .d = D,
+                                                   .rd = RD,
+                                                   .inverse = true,
+                                                   .act = KERN_BF16},
+                                          .wo_a = {.x = r.o,
+                                                   .w = wo_a,
+                                                   .y = low,
+                                                   .ld_x = H * D,
+                                                   .ld_y = G * LOW,
+                                                   .T = T,
+                                                   .N = LOW,
+                                                   .K = H * D / G,
+                                                   .groups = G,
+                                                   .x_dtype = KERN_BF16,
+                                                   .y_dtype = KERN_BF16,
+                                                   .round_w = true},
+                                          .wo_b = {.x = low,
+                                                   .w = wo_b,
+                                                   .y = got,
+                                                   .ld_x = G * LOW,
+                                                   .ld_y = OUT,
+                                                   .T = T,
+                                                   .N = OUT,
+                                                   .K = G * LOW,
+                                                   .groups = 1,
+                                                   .x_dtype = KERN_BF16,
+                                                   .y_dtype = KERN_BF16,
+                                                   .aq = KERN_AQ_A128}};
+            struct kern_linear last = p.wo_b;
+            last.y = want;
+            memset(r.o, 0xa5, (size_t)T * H * D * 2);
+            assert_int_equal(ops->attend(s, &p), 0);
+            memset(r.o, 0xa5, (size_t)T * H * D * 2);
+            assert_int_equal(ops->attention(s, &p.attention), 0);
+            assert_int_equal(ops->heads_rope(s, &p.back), 0);
+            assert_int_equal(ops->linear(s, &p.wo_a), 0);
+            assert_int_equal(ops->linear(s, &last), 0);
+            int64_t differ = 0, zeros = 0;
+            for (int64_t k = 0; k < (int64_t)T * OUT; k++)
+                differ += got[k] != want[k], zeros += !(want[k] & 0x7fff);
+            if (differ || zeros > (int64_t)T * OUT / 50)
+                fail_msg("kind %d, layer %d, %d rows: %lld of %lld outputs differ, %lld are zero",
+                         kind, layer, T, (long long)differ, (long long)T * OUT, (long long)zeros);
+        }
+    }
+#ifdef TOW_CUDA
+    cuda_fp8_products = 0;
+#endif
+    world_close(&w);
+    free_weight(wo_a), free_weight(wo_b);
+    free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel);
+    free(cos), free(sin), free(low), free(got), free(want);
+}
+
 int main(int argc, char **argv)
 {
     const char *d = getenv("TOW_TEST_DEVICE");
@@ -432,6 +573,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_attention__odd_keys_are_near_the_cpu),
         cmocka_unit_test(test_attention__keys_widened_ahead_give_the_same_bits),
         cmocka_unit_test(test_attention__arrays_that_are_not_aligned_are_near_the_cpu),
+        cmocka_unit_test(test_attend__has_the_bits_of_its_ops),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
     int failed = cmocka_run_group_tests_name("gpu/attn", tests, NULL, NULL);

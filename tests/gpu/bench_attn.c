@@ -1,4 +1,5 @@
-/* tests/gpu/bench_attn.c - attention at the shapes of V4-Flash.
+/* tests/gpu/bench_attn.c - attention at the shapes of V4-Flash, alone and with what its output goes
+ * through (attend; apart: op by op; fp8: products by codes).
  *
  * Goals are those for one H200. usage: bench_attn [PART OF A NAME, or of an attention's shape]
  * [cuda:N]
@@ -23,6 +24,8 @@ struct world {
     uint32_t *ids;
     int32_t n_seqs, T, layer;
     struct kern_attention att;
+    struct kern_attend attend;
+    bool apart;
 };
 
 /* B sequences of n_rows rows that end at position `context`. */
@@ -98,6 +101,99 @@ static int call_attention(void *ctx, int i)
     return w->b->ops->attention(w->b->s, &w->att);
 }
 
+static int call_attend(void *ctx, int i)
+{
+    struct world *w = ctx;
+    const struct kern_attend *p = &w->attend;
+    const struct kern_ops *ops = w->b->ops;
+    struct kern_stream *s = w->b->s;
+    (void)i;
+    if (!w->apart) return ops->attend(s, p);
+    const struct kern_linears a = {.each = &p->wo_a, .rope = &p->back, .n = 1};
+    int rc = ops->attention(s, &p->attention);
+    if (rc == 0) rc = ops->linears(s, &a);
+    return rc < 0 ? rc : ops->linear(s, &p->wo_b);
+}
+/* Random codes without NaN, placed. */
+static struct kern_weight placed_weight(struct bench *b, int32_t n, int32_t k)
+{
+    const int64_t cols = k / 128, n_scales = n / 128 * cols;
+    struct kern_weight w = {.fmt = KERN_W_FP8,
+                            .sfmt = KERN_S_UE8M0,
+                            .n = n,
+                            .k = k,
+                            .row_bytes = k,
+                            .scale_row_bytes = cols,
+                            .scale2 = 1};
+    uint8_t *d = malloc((size_t)n * (size_t)k), *s = malloc((size_t)n_scales);
+    static uint64_t seed = 5;
+    if (!d || !s) exit(1);
+    for (int64_t i = 0; i < (int64_t)n * k; i++)
+        d[i] = i < BENCH_BLOCK ? kern_e4m3_encode(bench_normal(&seed) * 60) : d[i - BENCH_BLOCK];
+    for (int64_t i = 0; i < n_scales; i++) s[i] = (uint8_t)(116 + i % 5);
+    w.data = d, w.scale = s;
+    if (kern_dev_place(b->dev, &w, 1, NULL) < 0) exit(1);
+    free(d), free(s);
+    return w;
+}
+static void bench_attend(struct bench *b, struct world *w, const char *shape)
+{
+    enum { G = 8, LOW = 1024, OUT = 4096 };
+    const double T = w->T;
+    const struct kern_weight wo_a = placed_weight(b, G * LOW, H * D / G),
+                             wo_b = placed_weight(b, OUT, G * LOW);
+    const float *angles = bench_random(b, T * RD / 2, KERN_F32, 1);
+    void *low = bench_alloc(b, T * G * LOW * 2), *y = bench_alloc(b, T * OUT * 2);
+    w->attend = (struct kern_attend){.attention = w->att,
+                                     .back = {.q = w->att.o,
+                                              .cos = angles,
+                                              .sin = angles,
+                                              .T = w->T,
+                                              .H = H,
+                                              .d = D,
+                                              .rd = RD,
+                                              .inverse = true,
+                                              .act = KERN_BF16},
+                                     .wo_a = {.x = w->att.o,
+                                              .w = wo_a,
+                                              .y = low,
+                                              .ld_x = H * D,
+                                              .ld_y = G * LOW,
+                                              .T = w->T,
+                                              .N = LOW,
+                                              .K = H * D / G,
+                                              .groups = G,
+                                              .x_dtype = KERN_BF16,
+                                              .y_dtype = KERN_BF16,
+                                              .round_w = true},
+                                     .wo_b = {.x = low,
+                                              .w = wo_b,
+                                              .y = y,
+                                              .ld_x = G * LOW,
+                                              .ld_y = OUT,
+                                              .T = w->T,
+                                              .N = OUT,
+                                              .K = G * LOW,
+                                              .groups = 1,
+                                              .x_dtype = KERN_BF16,
+                                              .y_dtype = KERN_BF16,
+                                              .aq = KERN_AQ_A128}};
+    static const char *const names[] = {"attend", "attend apart", "attend fp8", "attend fp8 apart"};
+    for (int way = 0; way < 4; way++) {
+        if (way == 2 && !kern_dev_fp8_products(b->dev, true)) break;
+        w->apart = way % 2;
+        bench_run(b, &(struct bench_case){.name = names[way],
+                                          .shape = shape,
+                                          .call = call_attend,
+                                          .ctx = w,
+                                          .bytes = T * OUT * 2,
+                                          .flops = 2.0 * T * H * D * LOW + 2.0 * T * G * LOW * OUT,
+                                          .flops_second = BENCH_BF16_FLOPS});
+    }
+    kern_dev_fp8_products(b->dev, false);
+    kern_dev_unplace(b->dev, wo_a.data), kern_dev_unplace(b->dev, wo_b.data);
+}
+
 static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_rows, int32_t context,
                             const char *goal)
 {
@@ -105,7 +201,11 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
     struct world w;
     char shape[64];
     snprintf(shape, sizeof shape, "%s, %d x %d at %d", names[layer], B, n_rows, context);
-    if (!bench_wants(b, "attention") && !bench_wants(b, shape)) return;
+    char with[80];
+    snprintf(with, sizeof with, "attend %s", shape);
+    const bool alone = bench_wants(b, "attention") || bench_wants(b, shape),
+               attend = bench_wants(b, with) && B * n_rows >= 128;
+    if (!alone && !attend) return;
     world_open(&w, b, B, n_rows, context);
     const double T = w.T;
     double keys = 0;
@@ -146,14 +246,16 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
     const double read = n_rows == 1 ? keys : B * (entries + 128 + n_rows);
     const char *only = b->only;
     b->only = NULL;
-    bench_run(b, &(struct bench_case){.name = "attention",
-                                      .shape = shape,
-                                      .call = call_attention,
-                                      .ctx = &w,
-                                      .bytes = read * ENTRY + T * H * D * 4,
-                                      .flops = 4.0 * H * D * keys,
-                                      .flops_second = BENCH_BF16_FLOPS,
-                                      .goal = goal});
+    if (alone)
+        bench_run(b, &(struct bench_case){.name = "attention",
+                                          .shape = shape,
+                                          .call = call_attention,
+                                          .ctx = &w,
+                                          .bytes = read * ENTRY + T * H * D * 4,
+                                          .flops = 4.0 * H * D * keys,
+                                          .flops_second = BENCH_BF16_FLOPS,
+                                          .goal = goal});
+    if (attend) bench_attend(b, &w, shape);
     b->only = only;
     world_close(&w);
 }

@@ -298,6 +298,26 @@ static void work_of_attention(const struct kern_attention *p, struct work *w)
     w->bytes = entries * entry_bytes(l) + 2.0 * p->T * p->H * d * elem(p->act);
     w->flops = 4.0 * sets * p->H * d;
 }
+static void add_work(struct work *to, const struct work *w)
+{
+    to->bytes += w->bytes;
+    /* As floors: operations at the peak that `to` has. */
+    to->flops += w->flops * to->peak / w->peak;
+}
+static void work_of_attend(const struct kern_attend *p, struct work *w)
+{
+    const struct kern_linear *products[] = {&p->wo_a, &p->wo_b};
+    struct work part = {.peak = peak_bf16};
+    work_of_attention(&p->attention, &part);
+    snprintf(w->name, sizeof w->name, "attend, %s", part.name);
+    w->peak = peak_bf16;
+    add_work(w, &part);
+    for (size_t i = 0; i < sizeof products / sizeof *products; i++) {
+        part = (struct work){.peak = peak_bf16};
+        work_of_linear(products[i], &part);
+        add_work(w, &part);
+    }
+}
 static void work_of_route(const struct kern_route *p, struct work *w)
 {
     w->bytes = (double)p->T * (4.0 * p->E + 8.0 * p->k);
@@ -329,12 +349,6 @@ static void work_of_swiglu(const struct kern_swiglu *p, struct work *w)
 static void work_of_add(const struct kern_add *p, struct work *w)
 {
     w->bytes = (double)p->n * (4 + 2 * elem(p->act));
-}
-static void add_work(struct work *to, const struct work *w)
-{
-    to->bytes += w->bytes;
-    /* As floors: operations at the peak that `to` has. */
-    to->flops += w->flops * to->peak / w->peak;
 }
 static void work_of_ffn(const struct kern_ffn *p, struct work *w)
 {

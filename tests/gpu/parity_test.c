@@ -32,6 +32,7 @@ static struct bound bound_of(int op, bool f32)
     if (f32) return (struct bound){2e-6, 1e-5};
     switch (op) {
     case OP_CASE_linears:
+    case OP_CASE_attend:
     case OP_CASE_moe:
     case OP_CASE_ffn: return (struct bound){1e-2, 6e-2};
     case OP_CASE_compress:

@@ -1417,6 +1417,89 @@ static void case_attention(struct op_run *r)
     done_flat(r, o, bytes, kern_dtype_bytes(w.act));
 }
 
+/* Rows of a batch do not lie together here, so it goes sequence by sequence. */
+static void case_attend(struct op_run *r)
+{
+    enum { G = 2, LOW = 32, OUT = 48 };
+    struct world w;
+    struct kern_seq b[SEQS];
+    world_open(r, &w, ratio_of(r));
+    const int64_t a = kern_dtype_bytes(w.act), heads = HEADS * w.d;
+    int32_t *sel = output(r, w.T * SEL_LD * 4), *n_sel = output(r, w.T * 4);
+    float *sink = floats(r, HEADS), *c, *sn;
+    void *o = output(r, w.T * heads * a), *low = output(r, (int64_t)w.T * G * LOW * a),
+         *y = output(r, (int64_t)w.T * OUT * a);
+    tables(r, w.T, w.rd, &c, &sn);
+    const struct kern_weight wo_a = weight(r, KERN_W_FP8, G * LOW, (int32_t)(heads / G)),
+                             wo_b = weight(r, KERN_W_FP8, OUT, G * LOW);
+    for (int32_t n; (n = world_batch(r, &w, b)) > 0;) {
+        world_compress(r, &w, false, b, n);
+        if (w.ratio == 4) {
+            world_compress(r, &w, true, b, n);
+            world_select(r, &w, b, n, sel, n_sel, NULL, NULL);
+        }
+        for (int32_t i = 0; i < n; i++) {
+            struct kern_seq s = b[i];
+            const int64_t t = s.row0;
+            const int32_t T = s.n_rows;
+            s.row0 = 0;
+            const struct kern_attend p = {
+                .attention = {.q = at(w.query, t * heads, w.act),
+                              .kv = at(w.win, t * w.d, w.act),
+                              .sink = sink,
+                              .o = at(o, t * heads, w.act),
+                              .pages = w.pages,
+                              .layout = &w.l,
+                              .layer = 1,
+                              .seqs = &s,
+                              .n_seqs = 1,
+                              .selected = w.ratio == 4 ? sel + t * SEL_LD : NULL,
+                              .n_selected = n_sel + t,
+                              .sel_ld = SEL_LD,
+                              .T = T,
+                              .H = HEADS,
+                              .scale = 0.11f,
+                              .act = w.act},
+                .back = {.q = at(o, t * heads, w.act),
+                         .cos = c + t * (w.rd / 2),
+                         .sin = sn + t * (w.rd / 2),
+                         .T = T,
+                         .H = HEADS,
+                         .d = w.d,
+                         .rd = w.rd,
+                         .inverse = true,
+                         .act = w.act},
+                .wo_a = {.x = at(o, t * heads, w.act),
+                         .w = wo_a,
+                         .y = at(low, t * G * LOW, w.act),
+                         .ld_x = heads,
+                         .ld_y = G * LOW,
+                         .T = T,
+                         .N = LOW,
+                         .K = (int32_t)(heads / G),
+                         .groups = G,
+                         .x_dtype = w.act,
+                         .y_dtype = w.act,
+                         .round_w = w.act == KERN_BF16},
+                .wo_b = {.x = at(low, t * G * LOW, w.act),
+                         .w = wo_b,
+                         .y = at(y, t * OUT, w.act),
+                         .ld_x = G * LOW,
+                         .ld_y = OUT,
+                         .T = T,
+                         .N = OUT,
+                         .K = G * LOW,
+                         .groups = 1,
+                         .x_dtype = w.act,
+                         .y_dtype = w.act,
+                         .aq = w.act == KERN_BF16 ? KERN_AQ_A128 : KERN_AQ_NONE}};
+            assert_int_equal(r->ops->attend(r->s, &p), 0);
+        }
+        world_store(r, &w, b, n);
+    }
+    done_flat(r, y, (int64_t)w.T * OUT * a, (int)a);
+}
+
 /* --- sampling */
 
 /* A row of logits: near each other, spread, of few values, or with what is no number. */

@@ -31,7 +31,8 @@ static void test_parity(void **state)
 {
     const struct op_case *c = *state;
     const bool product = c == &op_cases[OP_CASE_linear] || c == &op_cases[OP_CASE_linears] ||
-                         c == &op_cases[OP_CASE_moe] || c == &op_cases[OP_CASE_ffn];
+                         c == &op_cases[OP_CASE_attend] || c == &op_cases[OP_CASE_moe] ||
+                         c == &op_cases[OP_CASE_ffn];
     for (int v = 0; v < op_case_variants(c); v++) {
         struct op_run first, r;
         run_case(c, &first, 0, 1, 0, v);
