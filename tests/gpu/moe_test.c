@@ -446,10 +446,11 @@ static void dense_free(struct kern_weight w[2])
 }
 
 /* What the op leaves of rows t .. t+n-1; zeros where there are fewer. */
+enum { LAYER_ROWS = 150 };
 struct made {
-    int32_t experts[8 * 6];
-    float weights[8 * 6], routed[8 * 4096];
-    uint16_t shared[8 * 4096];
+    int32_t experts[LAYER_ROWS * 6];
+    float weights[LAYER_ROWS * 6], routed[LAYER_ROWS * 4096];
+    uint16_t shared[LAYER_ROWS * 4096];
 };
 static void make(struct layer *l, bool at_once, int32_t t, int32_t n, struct made *out)
 {
@@ -536,8 +537,10 @@ static void test_ffn__has_the_bits_of_its_ops(void **state)
     l.bias = malloc((size_t)s->E * sizeof *l.bias);
     assert_non_null(l.bias);
     for (int32_t i = 0; i < s->E; i++) l.bias[i] = 0.1f * normal();
-    for (int32_t n = 1; n <= 5; n++)
-        for (int32_t t = 0; t + n <= s->T; t += n) {
+    kern_dev_fp8_products(gpu, s->codes);
+    static const int32_t pieces[] = {1, 2, 3, 4, 5, 70, LAYER_ROWS};
+    for (size_t i = 0; i < sizeof pieces / sizeof *pieces; i++)
+        for (int32_t n = pieces[i], t = 0; t + n <= s->T && n > s->T / 3 - 3; t += n) {
             make(&l, true, t, n, &once);
             make(&l, false, t, n, &apart);
             make(&l, true, t, n, &again);
@@ -564,6 +567,8 @@ int main(int argc, char **argv)
     static const struct shape layer_shapes[] = {
         {"layer", KERN_W_MXFP4, KERN_AQ_A128, 40, 6, 4096, 2048, 8, false, false, 0},
         {"layer of other widths", KERN_W_MXFP4, KERN_AQ_A128, 17, 3, 1280, 768, 8, false, false, 0},
+        {"layer by codes", KERN_W_MXFP4, KERN_AQ_A128, 17, 3, 1024, 512, LAYER_ROWS, false, true,
+         0},
     };
     enum { N_LAYERS = sizeof layer_shapes / sizeof *layer_shapes };
     static const struct shape shapes[] = {
