@@ -20,6 +20,9 @@ extern int cuda_wide_experts;
 /* Products of few rows begin to read weights while their rows are still being quantized: on. Only
  * gemm_test and bench_gemm turn it off, to compare. */
 extern int cuda_early_products;
+/* Rows' codes are taken to be in scratch from the call before: off. Only bench_gemm turns it on, to
+ * time products alone. */
+extern int cuda_given_codes;
 /* Kernels begin while the one before still ends: on. Only bench_norm and gemm_test turn it off, to
  * compare times and bits. */
 extern int cuda_early_launches;

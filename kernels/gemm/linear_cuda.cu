@@ -19,6 +19,7 @@ enum { PLAIN_WARPS = 4, PLAIN_ROWS = 8 };
 
 int cuda_wide_products = 1;
 int cuda_fp8_products = 0;
+int cuda_given_codes = 0;
 
 /* Can rounding to bf16 change a value of this weight? */
 static bool weight_rounds(const struct kern_weight *w)
@@ -286,7 +287,7 @@ static void make(struct kern_stream *s, struct all_rows *a, int i)
         struct cuda_codes q = codes_of(p);
         q.codes = to;
         q.scales = (float *)(to + code_bytes(p));
-        cuda_quant_codes(s, &q);
+        if (!cuda_given_codes) cuda_quant_codes(s, &q);
         return;
     }
     struct cuda_quant q = quant_of(p, r->form);

@@ -1,7 +1,8 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time
  * against the bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16
  * TOW_BENCH_TFLOPS; else what bench.h says of an H200). fp8: products by codes; late: they do not
- * begin while rows are quantized; mma: not by wgmma. "before wq_b": the products that are one op.
+ * begin while rows are quantized; mma: not by wgmma. "before wq_b": the products that are one op;
+ * "codes given": products of many rows by codes, without and with quantizing.
  * TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
@@ -249,6 +250,81 @@ static void bench_set(struct bench *b)
         for (int k = 0; k < SET; k++) kern_dev_unplace(b->dev, placed[i][k].data);
 }
 
+#ifdef TOW_CUDA
+/* Products of a chunk by codes, alone (rows' codes are given) and with quantizing: in turns, after
+ * the clock has settled under that load, so that both have the same. */
+enum { GIVEN, QUANTIZED, COLUMNS, GIVEN_ROUNDS = 5 };
+static double seconds_of(struct bench *b, struct ctx *ctx, int column, int n)
+{
+    cuda_given_codes = column == GIVEN;
+    const double begin = bench_now();
+    for (int i = 0; i < n; i++)
+        if (call(ctx, i) < 0) return -1;
+    if (kern_stream_sync(b->s) < 0) return -1;
+    return (bench_now() - begin) / n;
+}
+static void bench_given(struct bench *b)
+{
+    enum { T = 8192, CALLS = 150 };
+    double mean[COLUMNS] = {0};
+    int n_shapes = 0;
+    if (!kern_dev_fp8_products(b->dev, true)) return;
+    printf("codes given: %d rows by codes, TFLOP/s alone and with quantizing\n", T);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) {
+        const struct shape *c = &shapes[i];
+        if (c->fmt != KERN_W_FP8 || c->aq != KERN_AQ_A128 || c->N < 1024) continue;
+        struct ctx ctx = {.ops = b->ops, .s = b->s, .turns = 1};
+        struct kern_weight w = host_weight(c), placed = w;
+        if (kern_dev_place(b->dev, &placed, 1, NULL) < 0) continue;
+        ctx.p[0] = (struct kern_linear){.x = bench_random(b, (double)T * c->K, KERN_BF16, 1),
+                                        .w = placed,
+                                        .y = bench_alloc(b, (double)T * c->N * 2),
+                                        .ld_x = c->K,
+                                        .ld_y = c->N,
+                                        .T = T,
+                                        .N = c->N,
+                                        .K = c->K,
+                                        .groups = 1,
+                                        .x_dtype = KERN_BF16,
+                                        .y_dtype = KERN_BF16,
+                                        .aq = KERN_AQ_A128};
+        double took[COLUMNS][GIVEN_ROUNDS];
+        bool failed = false;
+        for (int r = -2; r < GIVEN_ROUNDS; r++)
+            for (int column = QUANTIZED; column >= GIVEN; column--) {
+                const double t = seconds_of(b, &ctx, column, CALLS);
+                failed |= t < 0;
+                if (r >= 0) took[column][r] = t;
+            }
+        if (failed) {
+            printf("%s: FAILED\n", c->name);
+            b->n_failed++;
+        } else {
+            const double flops = 2.0 * T * c->N * c->K;
+            for (int column = 0; column < COLUMNS; column++) {
+                qsort(took[column], GIVEN_ROUNDS, sizeof took[column][0], bench_by_value);
+                mean[column] += flops / took[column][GIVEN_ROUNDS / 2] * 1e-12;
+            }
+            const double alone = took[GIVEN][GIVEN_ROUNDS / 2],
+                         all = took[QUANTIZED][GIVEN_ROUNDS / 2];
+            printf("%-12s x [%d, %d]  alone %7.1f us %7.1f TFLOP/s  with quantizing %7.1f us "
+                   "%7.1f TFLOP/s\n",
+                   c->name, c->N, c->K, alone * 1e6, flops / alone * 1e-12, all * 1e6,
+                   flops / all * 1e-12);
+            n_shapes++;
+        }
+        kern_dev_unplace(b->dev, placed.data);
+        free((void *)(uintptr_t)w.data), free((void *)(uintptr_t)w.scale);
+        bench_free_all(b);
+    }
+    if (n_shapes)
+        printf("mean of %d  alone %7.1f TFLOP/s  with quantizing %7.1f TFLOP/s\n", n_shapes,
+               mean[GIVEN] / n_shapes, mean[QUANTIZED] / n_shapes);
+    cuda_given_codes = 0;
+    kern_dev_fp8_products(b->dev, false);
+}
+#endif
+
 int main(int argc, char **argv)
 {
     struct bench b;
@@ -261,5 +337,8 @@ int main(int argc, char **argv)
         if (bench_wants(&b, shapes[i].name) || strstr(b.only, shapes[i].name))
             bench_shape(&b, &shapes[i], tflops);
     if (bench_wants(&b, "before wq_b")) bench_set(&b);
+#ifdef TOW_CUDA
+    if (bench_wants(&b, "codes given")) bench_given(&b);
+#endif
     return bench_close(&b);
 }
