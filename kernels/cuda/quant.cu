@@ -191,22 +191,92 @@ static __global__ void __launch_bounds__(32 * WARPS)
     }
 }
 
-/* What whole_codes_kernel takes. */
+/* Such rows quantized and back in the order of slots, and perhaps the same not quantized; work is
+ * shared out as there. */
+template <int STEPS>
+static __global__ void __launch_bounds__(32 * WARPS)
+    whole_slots_kernel(struct cuda_quant q, uint32_t spans, int log_warps)
+{
+    cuda_hurry();
+    cuda_await();
+    const uint32_t lane = threadIdx.x % 32, me = last_first() * WARPS + threadIdx.x / 32;
+    const uint32_t row = me >> log_warps; /* of (t, group) */
+    const uint32_t first = (me & ((1u << log_warps) - 1)) * (4 * STEPS) + lane / 8;
+    uint32_t t = row, g = 0;
+    if (q.groups > 1) t = row / q.groups, g = row % q.groups;
+    if (t >= (uint32_t)q.T) return;
+    const int64_t from = q.rows ? q.rows[t] : t;
+    if (from < 0) return;
+    const uint4 *x =
+        (const uint4 *)((const uint16_t *)q.x + from * q.ld_x + (int64_t)g * q.K) + lane % 8;
+    uint4 v[STEPS][2];
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t span = first + 4 * i;
+            v[i][j] = make_uint4(0, 0, 0, 0);
+            if (span < spans) v[i][j] = x[span * (SPAN / 8) + 8 * j];
+        }
+    const int64_t at = (int64_t)row * q.K / 8; /* in uint4 */
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) {
+        const uint32_t span = first + 4 * i;
+        if (q.plain) { /* the same in all lanes */
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                uint4 as_it_is = v[i][j];
+                const uint32_t piece = dev_to_slots(&as_it_is);
+                if (span < spans)
+                    ((uint4 *)q.plain)[at + span * (SPAN / 8) + 8 * j + piece] = as_it_is;
+            }
+        }
+        dev_quant16_a128(v[i]);
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t piece = dev_to_slots(&v[i][j]);
+            if (span < spans) ((uint4 *)q.out)[at + span * (SPAN / 8) + 8 * j + piece] = v[i][j];
+        }
+    }
+}
+
+/* How such rows are shared out: 2^log_warps warps to a row, each `steps` times four blocks. */
+struct sharing {
+    unsigned blocks;
+    uint32_t spans;
+    int steps, log_warps;
+};
+enum { STEPS = 2 };
+static struct sharing share_out(const struct kern_stream *s, int64_t rows, int32_t K)
+{
+    struct sharing h;
+    h.spans = (uint32_t)(K / SPAN);
+    h.steps = rows * h.spans > (int64_t)16 * WARPS * s->n_sm ? STEPS : 1;
+    h.log_warps = 0;
+    while ((uint32_t)(4 * h.steps) << h.log_warps < h.spans) h.log_warps++;
+    h.blocks = (unsigned)cuda_ceil(rows << h.log_warps, WARPS);
+    return h;
+}
+static bool is_whole(const void *x, enum kern_dtype t, int64_t ld_x, int32_t K)
+{
+    return t == KERN_BF16 && K % SPAN == 0 && (uintptr_t)x % 16 == 0 && ld_x % 8 == 0;
+}
+
 static bool launch_whole(struct kern_stream *s, const struct cuda_codes *q)
 {
-    if (q->x_dtype != KERN_BF16 || q->K % SPAN || (uintptr_t)q->x % 16 || q->ld_x % 8) return false;
-    enum { STEPS = 2 };
-    const int64_t rows = (int64_t)q->T * q->groups;
-    const uint32_t spans = (uint32_t)(q->K / SPAN);
-    const int steps = rows * spans > (int64_t)16 * WARPS * s->n_sm ? STEPS : 1;
-    int log_warps = 0;
-    while ((uint32_t)(4 * steps) << log_warps < spans) log_warps++;
-    const unsigned blocks = (unsigned)cuda_ceil(rows << log_warps, WARPS);
-    if (steps == STEPS)
-        cuda_launch_early(s, whole_codes_kernel<STEPS>, blocks, 32 * WARPS, 0, *q, spans,
-                          log_warps);
-    else
-        cuda_launch_early(s, whole_codes_kernel<1>, blocks, 32 * WARPS, 0, *q, spans, log_warps);
+    if (!is_whole(q->x, q->x_dtype, q->ld_x, q->K)) return false;
+    const struct sharing h = share_out(s, (int64_t)q->T * q->groups, q->K);
+    cuda_launch_early(s, h.steps == STEPS ? whole_codes_kernel<STEPS> : whole_codes_kernel<1>,
+                      h.blocks, 32 * WARPS, 0, *q, h.spans, h.log_warps);
+    return true;
+}
+static bool launch_whole(struct kern_stream *s, const struct cuda_quant *q)
+{
+    if (!q->slots || q->aq != KERN_AQ_A128 || !is_whole(q->x, q->x_dtype, q->ld_x, q->K))
+        return false;
+    const struct sharing h = share_out(s, (int64_t)q->T * q->groups, q->K);
+    cuda_launch_early(s, h.steps == STEPS ? whole_slots_kernel<STEPS> : whole_slots_kernel<1>,
+                      h.blocks, 32 * WARPS, 0, *q, h.spans, h.log_warps);
     return true;
 }
 
@@ -248,6 +318,7 @@ void cuda_quant_rows(struct kern_stream *s, const struct cuda_quant *q)
             (unsigned)cuda_ceil(all, BATCH * WARPS), 32 * WARPS, 0, *q, (uint32_t)q->Kp / 64);
         return;
     }
+    if (launch_whole(s, q)) return;
     const uint32_t spans = (uint32_t)cuda_ceil(q->Kp, SPAN);
     const int64_t warps = (int64_t)q->T * q->groups * spans;
     cuda_launch_early(s, quant_kernel, (unsigned)cuda_ceil(warps, WARPS), 32 * WARPS, 0, *q,

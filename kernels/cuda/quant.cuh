@@ -137,13 +137,11 @@ static __device__ __forceinline__ uint32_t dev_codes4_a128(const float v[4], flo
     return dev_codes4(u);
 }
 
-/* A128 of a block of 128 bf16 elements that eight neighbouring lanes have, two times eight each;
- * every lane calls it and gets its block's scale, and in x and y of v[j] the codes of v[j]'s eight
- * elements. */
-static __device__ __forceinline__ float dev_codes16_a128(uint4 (&v)[2])
+/* The code of the scale of a block of 128 bf16 elements that eight neighbouring lanes have, sixteen
+ * each; every lane calls it. */
+static __device__ __forceinline__ uint8_t dev_scale16_a128(const uint32_t (&w)[8])
 {
     __nv_bfloat162 m = __float2bfloat162_rn(0.0f);
-    const uint32_t(&w)[8] = reinterpret_cast<const uint32_t(&)[8]>(v);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const uint32_t magnitudes = w[i] & 0x7fff7fffu;
@@ -153,7 +151,14 @@ static __device__ __forceinline__ float dev_codes16_a128(uint4 (&v)[2])
     }
 #pragma unroll
     for (int d = 1; d < 8; d *= 2) m = __hmax2(m, __shfl_xor_sync(0xffffffffu, m, d));
-    const uint8_t c = kern_e4m3_scale_code(fmaxf(__low2float(m), __high2float(m)));
+    return kern_e4m3_scale_code(fmaxf(__low2float(m), __high2float(m)));
+}
+/* A128 of such a block, a lane's elements being two times eight; every lane calls it and gets its
+ * block's scale, and in x and y of v[j] the codes of v[j]'s eight elements. */
+static __device__ __forceinline__ float dev_codes16_a128(uint4 (&v)[2])
+{
+    const uint32_t(&w)[8] = reinterpret_cast<const uint32_t(&)[8]>(v);
+    const uint8_t c = dev_scale16_a128(w);
     const float inv = kern_ue8m0_inverse(c);
 #pragma unroll
     for (int j = 0; j < 2; j++) {
@@ -168,6 +173,44 @@ static __device__ __forceinline__ float dev_codes16_a128(uint4 (&v)[2])
         v[j].x = out[0], v[j].y = out[1];
     }
     return kern_ue8m0_decode(c);
+}
+/* The same, and back to bf16. */
+static __device__ __forceinline__ void dev_quant16_a128(uint4 (&v)[2])
+{
+    uint32_t(&w)[8] = reinterpret_cast<uint32_t(&)[8]>(v);
+    const uint8_t c = dev_scale16_a128(w);
+    const float s = kern_ue8m0_decode(c), inv = kern_ue8m0_inverse(c);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const __nv_fp8x2_storage_t q = __nv_cvt_float2_to_fp8x2(
+            make_float2(kern_float(w[i] << 16) * inv, kern_float(w[i] & 0xffff0000u) * inv),
+            __NV_SATFINITE, __NV_E4M3);
+        const float2 f = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(q, __NV_E4M3)));
+        const __nv_bfloat162 two = __floats2bfloat162_rn(f.x * s, f.y * s);
+        memcpy(&w[i], &two, 4);
+    }
+}
+
+/* Eight lanes have 64 elements, eight each in v; afterwards each has a piece of eight of their order
+ * of slots, and says which. Lane n's word c is word n / 2 of piece n % 2 * 4 + c: lanes with the
+ * same n % 2 change words with each other. */
+static __device__ __forceinline__ uint32_t dev_to_slots(uint4 *v)
+{
+    const uint32_t lane = threadIdx.x % 8;
+    uint32_t w[4] = {v->x, v->y, v->z, v->w};
+#pragma unroll
+    for (int d = 1; d < 4; d *= 2) {
+        const bool upper = lane / 2 & d;
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int lo = d == 1 ? 2 * i : i, hi = lo + d;
+            const uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? w[lo] : w[hi], 2 * d);
+            w[lo] = upper ? got : w[lo];
+            w[hi] = upper ? w[hi] : got;
+        }
+    }
+    *v = make_uint4(w[0], w[1], w[2], w[3]);
+    return lane % 2 * 4 + lane / 2;
 }
 
 /* A128 of a warp's 128 elements; every lane calls it. */
