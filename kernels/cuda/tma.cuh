@@ -69,6 +69,12 @@ static __device__ __forceinline__ void bar_arrive(uint64_t *bar)
 {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(dev_shared(bar)) : "memory");
 }
+/* When what this thread asked for by dev_copy16() has come; one of the barrier's arrivals. */
+static __device__ __forceinline__ void bar_arrive_copied(uint64_t *bar)
+{
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(dev_shared(bar))
+                 : "memory");
+}
 /* The same place in block `rank` of the cluster, as an address of shared::cluster. */
 static __device__ __forceinline__ uint32_t dev_shared_of(const void *p, int rank)
 {
@@ -151,6 +157,15 @@ static __device__ __forceinline__ void parts_load(void *to, const CUtensorMap *m
                  "[%0], [%1, {%2, %3, %4, %2}], [%5];" ::"r"(dev_shared(to)),
                  "l"(map), "r"(0), "r"(row), "r"(at / TILE_BYTES), "r"(dev_shared(bar))
                  : "memory");
+}
+/* The same to L2. */
+static __device__ __forceinline__ void parts_prefetch(const CUtensorMap *map, int32_t at,
+                                                      int32_t row)
+{
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %1}];" ::"l"(map),
+        "r"(0), "r"(row), "r"(at / TILE_BYTES)
+        : "memory");
 }
 /* Plain bytes, both ends and `bytes` multiples of 16. */
 static __device__ __forceinline__ void bulk_load(void *to, const void *from, int bytes,

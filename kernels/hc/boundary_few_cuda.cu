@@ -26,7 +26,7 @@ enum {
 struct tile_memory {
     struct weight_rows fn;
     uint8_t h[ROWS][ROW_BYTES];
-    struct products products[WARPS];
+    struct products products[ALL_STEPS];
     float sums[ROWS][SENT][BLOCKS]; /* by all blocks: mixes of pre, squares of the streams */
     float squares[ROWS][BLOCKS];    /* of x, by all blocks */
     float gated[GATED][BLOCKS];     /* of the block's own row */
@@ -53,7 +53,9 @@ static __device__ __forceinline__ void expand_row(const struct kern_hc_boundary 
         for (int j = 0; j < STREAMS; j++) comb[j] = ((const float4 *)p.comb)[t * STREAMS + j];
         if (p.routed) {
             const float4 *const sum = (const float4 *)(p.routed + t * D + column);
-            y = add_routed(y, sum[0], sum[1]);
+            const uint2 a = add_routed(make_uint2(y.x, y.y), sum[0]);
+            const uint2 b = add_routed(make_uint2(y.z, y.w), sum[1]);
+            y = make_uint4(a.x, a.y, b.x, b.y);
         }
         expand8(post, comb, y, h);
 #pragma unroll
@@ -63,6 +65,22 @@ static __device__ __forceinline__ void expand_row(const struct kern_hc_boundary 
     for (int j = 0; j < STREAMS; j++)
         *(uint4 *)(m->h[warp] + (j * COLUMNS + VEC * lane) * 2) = h[j];
 }
+/* One of the SUMS of a row, by all steps' products. */
+static __device__ __forceinline__ float sum_of_steps(const struct products of[ALL_STEPS], int sum,
+                                                     int row)
+{
+    enum { NEXT = sizeof(struct products) / sizeof(float) };
+    const float *const v = sum < MIXES ? &of->mixes[row][sum] : &of->squares[row];
+    float half[HALVES];
+#pragma unroll
+    for (int k = 0; k < HALVES; k++) {
+        half[k] = v[k * STEPS * NEXT];
+#pragma unroll
+        for (int s = 1; s < STEPS; s++) half[k] += v[(k * STEPS + s) * NEXT];
+    }
+    return half[0] + half[1];
+}
+
 /* By the warp that has its number, what block `to` needs. */
 static __device__ __forceinline__ void send_sums(struct tile_memory *m, int rank, int to, int rows,
                                                  bool head, int lane)
@@ -142,11 +160,11 @@ static __global__ void __launch_bounds__(THREADS, 1)
     uint4 h[STREAMS], x = make_uint4(0, 0, 0, 0);
     if (own) expand_row(p, m, warp, lane, t, column, h);
     __syncthreads();
-    const uint8_t *const step = m->h[lane % ROWS] + warp / PARTS * STEP * 2;
+    const uint8_t *const step = m->h[lane % ROWS] + warp / SIDES * STEP * 2;
     multiply(
-        fn, warp % PARTS, lane,
+        fn, warp % SIDES, lane,
         [&](int j, int piece) { return step + j * (COLUMNS * 2) + piece * (VEC * 2); },
-        &m->products[warp]);
+        &m->products[warp / SIDES]);
     __syncthreads();
     cluster_wait();
     send_sums(m, rank, warp, rows, p.head, lane);

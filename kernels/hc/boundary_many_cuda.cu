@@ -3,33 +3,38 @@
  *
  * Streams lie in a ring of shared memory from the copy engine's load to the collapse, and are
  * expanded in place. Blocks tell each other twice what they need of a tile, and nobody waits: in
- * the time of one tile four are worked on, each in another state.
+ * the time of one tile four are worked on, each in another state. Of the warps that have rows
  *
- *     expand    tile i: y (+ routed), new streams, which leave by the copy engine
- *     multiply  tile i: the products of all warps' steps
- *     norm      tile i - 3: x, to memory
+ *     expand    tile i: y (+ routed), new streams,             each has sixteen columns
+ *               which leave by the copy engine
+ *     multiply  tile i: the products of a step                 two have a step
+ *     norm      tile i - 3: x, to memory                       each has a row
  *     collapse  tile i - 2: x, and its squares, to all blocks
- *     send      tile i: warp k adds up row k and sends it to block k, its owner
  *
- * Beside the warps that have a row each:
+ * What all of them must do is done by warps that have no rows,
  *
- *     own       one warp adds up the sums of all blocks for the own row of each tile: pre, to all;
- *               and post and comb, for a row in each lane when there are 32, because this takes as
- *               long as a good part of a tile
- *     scales    one warp adds up the squares of all blocks for the norm
- *     copy      one thread fills slots that are free and stores streams; its warp waits for what
- *               comes, for all, as a wait takes 150 cycles even where there is nothing to wait for
+ *     send      adds up the block's steps of each row and sends them to the row's owner
+ *     own       adds up the sums of all blocks for the own row of each tile: pre, to all; and post
+ *               and comb, for a row in each lane when there are 32, a round of comb in the time of
+ *               a tile, because all of them take as long as two
+ *     guide     adds up the squares of all blocks for the norm, and waits for all that a tile needs
+ *               to begin and to go on, for the others: a wait takes 150 cycles even where there is
+ *               nothing to wait for
+ *     copy      fills slots that are free and stores streams
  *
- * What a block sends, the other has read before it lets the sender go on: sums of tile i + 2 come
- * after the collapse of tile i, which needs pre of all owners. So two buffers are enough; squares
- * of tile i + 4 come after sums of that tile from all blocks, which have read those of tile i.
+ * What a block sends goes where the other has read what was there, because that one lets the sender
+ * go on: products of tile i come after those of i - 2 are sent, and after the collapse of i - 3,
+ * which needs pre of all owners. So there are two buffers of products, three of sums and of pre;
+ * squares of tile i + 4 come after sums of that tile from all blocks, which have read those of
+ * tile i.
  */
 #include "kernels/cuda/wgmma.cuh"
 #include "kernels/hc/boundary_row.cuh"
 
 enum {
-    OWN_WARP = WARPS,
-    NORM_WARP,
+    SEND_WARP = WARPS,
+    OWN_WARP,
+    GUIDE_WARP,
     COPY_WARP,
     THREADS = 32 * (WARPS + 4), /* a warpgroup for these */
     BOX_BYTES = ROWS * TILE_BYTES,
@@ -37,9 +42,10 @@ enum {
     STREAM_BYTES = BOXES * BOX_BYTES,
     ROUTED_BYTES = 2 * STREAM_BYTES,
     H_BYTES = STREAMS * STREAM_BYTES,
-    SLOTS = 4,
     Y_SLOTS = 2, /* y, routed, post, comb: free when expanded */
-    SUM_BUFFERS = 2,
+    PRODUCT_BUFFERS = 2,
+    SUM_BUFFERS = 3,
+    SUMS_ROOM = 28, /* the next multiple of 16 bytes */
     SUMS_BYTES = BLOCKS * SUMS * 4,
     SQUARE_BUFFERS = 4,
     COLLAPSE_AFTER = 2, /* tiles */
@@ -47,27 +53,38 @@ enum {
     ALIGN = 1024
 };
 
-struct tile_memory {
+template <bool WITH_ROUTED> struct tile_memory {
+    enum { ROUTED = WITH_ROUTED, SLOTS = ROUTED ? 4 : 5, ROUTED_SLOTS = ROUTED ? Y_SLOTS : 1 };
     union {
+        uint8_t h[SLOTS][H_BYTES];
         struct {
-            uint8_t h[SLOTS][H_BYTES], y[Y_SLOTS][STREAM_BYTES], routed[Y_SLOTS][ROUTED_BYTES];
+            uint8_t first[H_BYTES]; /* of the ring: filled while weights lie in the others */
+            struct weight_rows fn;
         };
-        struct weight_rows fn; /* before */
     };
-    struct products products[WARPS];
-    float post[Y_SLOTS][ROWS][STREAMS], comb[Y_SLOTS][ROWS][COMB];
-    float sums[SUM_BUFFERS][SUMS][BLOCKS + 4];   /* of the own row, by all blocks */
+    struct products products[PRODUCT_BUFFERS][ALL_STEPS];
+    float sums[SUM_BUFFERS][BLOCKS][SUMS_ROOM];  /* of the own row, by all blocks */
     float pre[SUM_BUFFERS][ROWS][STREAMS];       /* by the rows' owners */
     float squares[SQUARE_BUFFERS][ROWS][BLOCKS]; /* of x, by all blocks */
     float scales[SQUARE_BUFFERS][ROWS];          /* of the norm */
-    uint4 x[ROWS][32];                           /* pieces, until they are normed */
-    float kept[32][GATED + 1];                   /* of own rows, for post and comb */
+    float kept[2][32][GATED + 1];                /* of own rows, for post and comb */
+    float factors[32][2 * STREAMS + 1];          /* of comb, and whether it goes on */
     float norm[COLUMNS];
-    uint64_t fn_in[STREAMS], in[SLOTS]; /* in: what a tile is made of */
-    uint64_t sums_in[SUM_BUFFERS], pre_in[SUM_BUFFERS];
-    uint64_t squares_in[SQUARE_BUFFERS], scales_in[SQUARE_BUFFERS];
+    float gates[Y_SLOTS][ROWS][GATED]; /* comb, post: pieces of eight rows lie in all banks */
+    alignas(ALIGN) uint8_t y[Y_SLOTS][STREAM_BYTES];
+    uint8_t routed[ROUTED_SLOTS][ROUTED ? ROUTED_BYTES : 16];
+    uint64_t fn_in[STREAMS];
+    uint64_t in[SLOTS];        /* what a tile is made of */
+    uint64_t begins[2];        /* a tile may begin */
+    uint64_t goes_on[2];       /* those before may be normed and collapsed */
+    uint64_t made[2];          /* streams and products, by all warps that have rows */
+    uint64_t collapsed[SLOTS]; /* by these */
+    uint64_t sent[PRODUCT_BUFFERS];
+    uint64_t sums_in[SUM_BUFFERS], pre_in[SUM_BUFFERS], squares_in[SQUARE_BUFFERS];
 };
-static_assert(sizeof(struct tile_memory) + ALIGN <= 227 * 1024, "what sm_90 has");
+static_assert(sizeof(struct tile_memory<true>) + ALIGN <= 227 * 1024 &&
+                  sizeof(struct tile_memory<false>) + ALIGN <= 227 * 1024,
+              "what sm_90 has");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
@@ -76,98 +93,230 @@ struct place {
     int rank, warp, lane;
     int32_t first, step;
     uint32_t n; /* tiles of the cluster: first + i step, i < n */
-    int own;    /* the lane's piece of the warp's row in a stream or y */
 };
 static __device__ __forceinline__ int32_t row_of(const struct place &at, uint32_t i)
 {
     return (at.first + (int32_t)i * at.step) * ROWS;
 }
-
-/* All warps that have rows, and the one that copies. */
-static __device__ __forceinline__ void meet(void)
+/* Bytes from a stream's or y's start to a piece of a row. */
+static __device__ __forceinline__ int piece_at(int row, int piece)
 {
-    asm volatile("bar.sync 1, %0;" ::"n"(32 * (WARPS + 1)) : "memory");
+    return piece / 8 * BOX_BYTES + row * TILE_BYTES + ((piece ^ row) & 7) * 16;
+}
+/* Tile i's phase of the one of N barriers that it has. */
+template <int N> static __device__ __forceinline__ int phase(uint32_t i)
+{
+    return i / N & 1;
+}
+static __device__ __forceinline__ void warp_arrive(uint64_t *bar, int lane)
+{
+    __syncwarp();
+    if (lane == 0) bar_arrive(bar);
 }
 
 /* ------------------------------------------------------------------ copy */
 
-static __device__ __forceinline__ void fill_h(const struct place &at, const CUtensorMap &h,
-                                              struct tile_memory *m, uint32_t i)
+template <typename M>
+static __device__ __forceinline__ void fill_h(const struct place &at, const CUtensorMap &h, M *m,
+                                              uint32_t i)
 {
-    if (i >= at.n) return;
-    uint64_t *const in = &m->in[i % SLOTS];
+    if (i >= at.n || at.lane > 0) return;
+    uint64_t *const in = &m->in[i % M::SLOTS];
     bar_expect(in, H_BYTES);
-    parts_load(m->h[i % SLOTS], &h, in, at.rank * COLUMNS * 2, row_of(at, i));
+    parts_load(m->h[i % M::SLOTS], &h, in, at.rank * COLUMNS * 2, row_of(at, i));
 }
-template <bool ROUTED>
-static __device__ __forceinline__ void
-fill_y(const struct kern_hc_boundary &p, const struct place &at, const CUtensorMap &y,
-       const CUtensorMap &routed, struct tile_memory *m, uint32_t i)
+template <typename M>
+static __device__ __forceinline__ void fill_y(const struct kern_hc_boundary &p,
+                                              const struct place &at, const CUtensorMap &y,
+                                              const CUtensorMap &routed, M *m, uint32_t i)
 {
-    if (i >= at.n) return;
+    if (i >= at.n || !p.y) return;
     const uint32_t slot = i % Y_SLOTS;
     const int32_t t = row_of(at, i), rows = p.T - t < ROWS ? p.T - t : (int)ROWS;
-    const int post = rows * (int)sizeof **m->post, comb = rows * (int)sizeof **m->comb;
-    uint64_t *const in = &m->in[i % SLOTS];
-    bar_expect(in, STREAM_BYTES + (ROUTED ? ROUTED_BYTES : 0) + post + comb);
-    parts_load(m->y[slot], &y, in, at.rank * COLUMNS * 2, t);
-    if (ROUTED) parts_load(m->routed[slot], &routed, in, at.rank * COLUMNS * 4, t);
-    bulk_load(m->post[slot], p.post + (int64_t)t * STREAMS, post, in);
-    bulk_load(m->comb[slot], p.comb + (int64_t)t * COMB, comb, in);
+    uint64_t *const in = &m->in[i % M::SLOTS];
+    if (at.lane == 0) {
+        bar_expect(in, STREAM_BYTES + (M::ROUTED ? ROUTED_BYTES : 0));
+        parts_load(m->y[slot], &y, in, at.rank * COLUMNS * 2, t);
+        if (M::ROUTED) parts_load(m->routed[slot], &routed, in, at.rank * COLUMNS * 4, t);
+    }
+    for (int k = at.lane; k < rows * STREAMS; k += 32)
+        dev_copy16(&m->gates[slot][k / STREAMS][k % STREAMS * STREAMS],
+                   p.comb + (int64_t)t * COMB + k * STREAMS, true);
+    if (at.lane < rows)
+        dev_copy16(&m->gates[slot][at.lane][COMB], p.post + (int64_t)(t + at.lane) * STREAMS, true);
+    bar_arrive_copied(in);
 }
-template <bool ROUTED>
+template <typename M>
 static __device__ __forceinline__ void
 copy_all(const struct kern_hc_boundary &p, const struct place &at, const CUtensorMap &h,
-         const CUtensorMap &y, const CUtensorMap &routed, struct tile_memory *m)
+         const CUtensorMap &y, const CUtensorMap &routed, M *m)
 {
-    const bool copies = at.lane == 0;
-    if (copies) {
-        for (uint32_t i = 0; i < SLOTS; i++) fill_h(at, h, m, i);
-        for (uint32_t i = 0; i < Y_SLOTS && p.y; i++) fill_y<ROUTED>(p, at, y, routed, m, i);
+    fill_h(at, h, m, 0);
+    for (uint32_t i = 0; i < Y_SLOTS; i++) fill_y(p, at, y, routed, m, i);
+    __syncthreads(); /* the ring is free */
+    for (uint32_t i = 1; i < M::SLOTS; i++) fill_h(at, h, m, i);
+    for (uint32_t i = 0; i < at.n; i++) {
+        if (p.y) {
+            bar_wait(&m->made[i % 2], phase<2>(i));
+            if (at.lane == 0) {
+                wgmma_shared();
+                parts_store(&h, m->h[i % M::SLOTS], at.rank * COLUMNS * 2, row_of(at, i));
+                tile_store_commit();
+            }
+            fill_y(p, at, y, routed, m, i + Y_SLOTS);
+            if (M::ROUTED && at.lane == 0 && i + Y_SLOTS + 1 < at.n)
+                parts_prefetch(&routed, at.rank * COLUMNS * 4, row_of(at, i + Y_SLOTS + 1));
+        }
+        if (i < COLLAPSE_AFTER) continue;
+        const uint32_t late = i - COLLAPSE_AFTER;
+        bar_wait(&m->collapsed[late % M::SLOTS], phase<M::SLOTS>(late));
+        if (at.lane == 0 && p.y) tile_store_wait_read<COLLAPSE_AFTER>();
+        fill_h(at, h, m, late + M::SLOTS);
+        /* The one after it to L2, as slots are few. */
+        if (at.lane == 0 && late + M::SLOTS + 1 < at.n)
+            parts_prefetch(&h, at.rank * COLUMNS * 2, row_of(at, late + M::SLOTS + 1));
     }
-    bar_wait(&m->in[0], 0);
-    meet(); /* tile 0 is there */
+    if (at.lane == 0) tile_store_wait();
+}
+
+/* ------------------------------------------------------------------ guide */
+
+/* A lane a row. */
+template <typename M>
+static __device__ __forceinline__ void guide(const struct kern_hc_boundary &p,
+                                             const struct place &at, M *m)
+{
+    const int row = at.lane % ROWS;
+    __syncthreads();
     for (uint32_t i = 0; i < at.n + NORM_AFTER; i++) {
+        if (i < at.n) {
+            const uint32_t before = i - PRODUCT_BUFFERS;
+            bar_wait(&m->in[i % M::SLOTS], phase<M::SLOTS>(i));
+            if (i >= PRODUCT_BUFFERS)
+                bar_wait(&m->sent[i % PRODUCT_BUFFERS], phase<PRODUCT_BUFFERS>(before));
+            warp_arrive(&m->begins[i % 2], at.lane);
+        }
+        if (i < COLLAPSE_AFTER) continue;
         const uint32_t late = i - COLLAPSE_AFTER, last = i - NORM_AFTER;
+        if (i >= NORM_AFTER) {
+            const uint32_t buffer = last % SQUARE_BUFFERS;
+            bar_wait(&m->squares_in[buffer], phase<SQUARE_BUFFERS>(last));
+            const float squares = sum_of_far_blocks(m->squares[buffer][row]);
+            m->scales[buffer][row] = inverse_rms(squares, D, p.norm_eps);
+            __syncwarp();
+            if (at.lane == 0) bar_expect(&m->squares_in[buffer], (int)sizeof *m->squares);
+        }
         if (late < at.n) {
             uint64_t *const in = &m->pre_in[late % SUM_BUFFERS];
-            bar_wait(in, late / SUM_BUFFERS & 1);
-            if (copies) bar_expect(in, (int)sizeof *m->pre);
+            bar_wait(in, phase<SUM_BUFFERS>(late));
+            if (at.lane == 0) bar_expect(in, (int)sizeof *m->pre);
         }
-        if (last < at.n) bar_wait(&m->scales_in[last % SQUARE_BUFFERS], last / SQUARE_BUFFERS & 1);
-        __syncwarp();
-        meet(); /* tile i is expanded; what the two before need is there */
-        if (copies && i < at.n && p.y) {
-            parts_store(&h, m->h[i % SLOTS], at.rank * COLUMNS * 2, row_of(at, i));
-            tile_store_commit();
-            fill_y<ROUTED>(p, at, y, routed, m, i + Y_SLOTS);
-        }
-        if (i + 1 < at.n) bar_wait(&m->in[(i + 1) % SLOTS], (i + 1) / SLOTS & 1);
-        __syncwarp();
-        meet(); /* tile i - 2 is collapsed, the next one there */
-        if (copies && i >= COLLAPSE_AFTER) {
-            tile_store_wait_read<COLLAPSE_AFTER>();
-            fill_h(at, h, m, late + SLOTS);
+        warp_arrive(&m->goes_on[late % 2], at.lane);
+    }
+}
+
+/* ------------------------------------------------------------------ send */
+
+/* The sum over steps of a step's value, the others' NEXT after it. */
+static __device__ __forceinline__ float4 sum_of_steps(const float4 *v)
+{
+    enum { NEXT = sizeof(struct products) / sizeof(float4) };
+    float4 half[HALVES];
+#pragma unroll
+    for (int k = 0; k < HALVES; k++) {
+        half[k] = v[k * STEPS * NEXT];
+#pragma unroll
+        for (int s = 1; s < STEPS; s++) {
+            const float4 u = v[(k * STEPS + s) * NEXT];
+            half[k].x += u.x, half[k].y += u.y, half[k].z += u.z, half[k].w += u.w;
         }
     }
-    if (copies) tile_store_wait();
+    return make_float4(half[0].x + half[1].x, half[0].y + half[1].y, half[0].z + half[1].z,
+                       half[0].w + half[1].w);
+}
+/* Four sums a lane. */
+template <typename M> static __device__ __forceinline__ void send_sums(const struct place &at, M *m)
+{
+    enum { QUADS = MIXES / 4, ALL = ROWS * QUADS };
+    static_assert(ALL % 32 == 0 && ROWS == 16, "a lane's four sums, and rows of squares");
+    __syncthreads();
+    for (uint32_t i = 0; i < at.n; i++) {
+        const uint32_t buffer = i % SUM_BUFFERS;
+        const struct products *const from = m->products[i % PRODUCT_BUFFERS];
+        bar_wait(&m->made[i % 2], phase<2>(i));
+#pragma unroll
+        for (int k = at.lane; k < ALL; k += 32) {
+            const int to = k / QUADS;
+            put_at(dev_shared_of(&m->sums[buffer][at.rank][k % QUADS * 4], to),
+                   dev_shared_of(&m->sums_in[buffer], to),
+                   sum_of_steps((const float4 *)from->mixes + k));
+        }
+        if (at.lane < ROWS / 4) {
+            const float4 sum = sum_of_steps((const float4 *)from->squares + at.lane);
+            const float squares[4] = {sum.x, sum.y, sum.z, sum.w};
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+                put_at(dev_shared_of(&m->sums[buffer][at.rank][MIXES], 4 * at.lane + k),
+                       dev_shared_of(&m->sums_in[buffer], 4 * at.lane + k), squares[k]);
+        }
+        warp_arrive(&m->sent[i % PRODUCT_BUFFERS], at.lane);
+    }
 }
 
 /* ------------------------------------------------------------------ own rows */
 
+/* Some more rounds for comb of the own rows of n tiles, one in each lane. Rounds are counted from 1
+ * on; returns the next, or 0 when comb and post are in memory. */
+template <typename M>
+static __device__ __forceinline__ int32_t balance_rows(const struct kern_hc_boundary &p,
+                                                       const struct place &at, M *m, uint32_t first,
+                                                       uint32_t n, int32_t round, int32_t rounds)
+{
+    const float *const kept = m->kept[first / 32 % 2][at.lane];
+    const volatile float *const c = kept;
+    float *const factors = m->factors[at.lane];
+    float row[STREAMS], column[STREAMS];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) {
+        row[j] = round > 1 ? factors[j] : 1.0f;
+        column[j] = round > 1 ? factors[STREAMS + j] : 1.0f;
+    }
+    bool goes_on = (uint32_t)at.lane < n && (round == 1 || factors[2 * STREAMS] != 0.0f);
+#pragma unroll 1
+    for (; rounds > 0 && round < p.iters; rounds--, round++)
+        if (goes_on) goes_on = balance_round(c, row, column, p.hc_eps);
+    if (round < p.iters && __any_sync(0xffffffffu, goes_on)) {
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++) factors[j] = row[j], factors[STREAMS + j] = column[j];
+        factors[2 * STREAMS] = goes_on ? 1.0f : 0.0f;
+        return round;
+    }
+    const int32_t t = row_of(at, first + (uint32_t)at.lane) + at.rank;
+    if ((uint32_t)at.lane < n && t < p.T) store_gates(p, kept, c, row, column, t);
+    __syncwarp();
+    return 0;
+}
+
 /* Lanes have the sums as begin_gates() has them, behind them those of pre and the squares. */
+template <typename M>
 static __device__ __forceinline__ void own_rows(const struct kern_hc_boundary &p,
-                                                const struct place &at, struct tile_memory *m)
+                                                const struct place &at, M *m)
 {
     const int lane = at.lane, j = lane - GATED;
     const int mine = j < 0 ? gated_of(lane) + STREAMS : j < STREAMS ? j : (int)MIXES;
     float scale = 0.0f, base = 0.0f;
     if (j >= 0 && j < STREAMS) scale = p.scale[0], base = p.base[j];
     if (j < 0 && !p.head) scale = p.scale[lane < COMB ? 2 : 1], base = p.base[mine];
+    uint32_t first = 0, n = 0; /* tiles whose rows wait for comb */
+    int32_t round = 0;         /* theirs; 0: there are none */
+    __syncthreads();
     for (uint32_t i = 0; i < at.n; i++) {
         const uint32_t buffer = i % SUM_BUFFERS;
-        bar_wait(&m->sums_in[buffer], i / SUM_BUFFERS & 1);
-        const float sum = sum_of_blocks(m->sums[buffer][mine]);
+        bar_wait(&m->sums_in[buffer], phase<SUM_BUFFERS>(i));
+        float v[BLOCKS];
+#pragma unroll
+        for (int k = 0; k < BLOCKS; k++) v[k] = m->sums[buffer][k][mine];
+        const float sum = sum_of_blocks(v);
         const float squares = __shfl_sync(0xffffffffu, sum, GATED + STREAMS);
         const float rs = inverse_rms(squares, STREAMS * D, p.norm_eps);
         const float x = pre_of(sum, rs, scale, base, p.hc_eps);
@@ -175,137 +324,132 @@ static __device__ __forceinline__ void own_rows(const struct kern_hc_boundary &p
 #pragma unroll
         for (int k = 0; k < STREAMS; k++) pre[k] = __shfl_sync(0xffffffffu, x, GATED + k);
         if (lane == 0) bar_expect(&m->sums_in[buffer], SUMS_BYTES);
+        __syncwarp();
         if (lane < BLOCKS)
             put_at(dev_shared_of(m->pre[buffer][at.rank], lane),
                    dev_shared_of(&m->pre_in[buffer], lane),
                    make_float4(pre[0], pre[1], pre[2], pre[3]));
         if (p.head) continue;
         const float c = begin_gates(p, sum, rs, scale, base, lane);
-        if (lane < GATED) m->kept[i % 32][lane] = c;
-        if (i % 32 < 31 && i < at.n - 1) continue;
-        __syncwarp();
-        const int32_t t = row_of(at, i - i % 32 + (uint32_t)lane) + at.rank;
-        if ((uint32_t)lane <= i % 32 && t < p.T) finish_gates(p, m->kept[lane], t);
-        __syncwarp();
-    }
-}
-
-/* ------------------------------------------------------------------ scales */
-
-/* A lane a row. */
-static __device__ __forceinline__ void norm_scales(const struct kern_hc_boundary &p,
-                                                   const struct place &at, struct tile_memory *m)
-{
-    const int row = at.lane % ROWS;
-    for (uint32_t i = 0; i < at.n; i++) {
-        const uint32_t buffer = i % SQUARE_BUFFERS;
-        bar_wait(&m->squares_in[buffer], i / SQUARE_BUFFERS & 1);
-        const float squares = sum_of_far_blocks(m->squares[buffer][row]);
-        m->scales[buffer][row] = inverse_rms(squares, D, p.norm_eps);
-        if (at.lane == 0) bar_expect(&m->squares_in[buffer], (int)sizeof *m->squares);
-        bar_arrive(&m->scales_in[buffer]);
+        if (lane < GATED) m->kept[i / 32 % 2][i % 32][lane] = c;
+        const bool last = i == at.n - 1;
+        for (bool full = last || i % 32 == 31; full || round > 0;) {
+            if (round > 0)
+                round = balance_rows(p, at, m, first, n, round, full || last ? p.iters : 1);
+            if (!full) break;
+            __syncwarp();
+            first = i - i % 32, n = i - first + 1, round = 1;
+            if (!last) break;
+            full = false;
+        }
     }
 }
 
 /* ------------------------------------------------------------------ rows */
 
-template <bool ROUTED>
-static __device__ __forceinline__ void expand_row(const struct place &at, struct tile_memory *m,
-                                                  uint32_t i)
+/* The lane's row and piece of the warp's columns, one half after the other, as registers are few:
+ * those of the other eight rows first, so that lanes meet all banks. */
+template <typename M>
+static __device__ __forceinline__ void expand_piece(const struct place &at, M *m, uint32_t i)
 {
     const uint32_t slot = i % Y_SLOTS;
-    uint8_t *const own = m->h[i % SLOTS] + at.own;
-    uint4 h[STREAMS], y = *(const uint4 *)(m->y[slot] + at.own);
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++) h[j] = *(const uint4 *)(own + j * STREAM_BYTES);
-    if (ROUTED) {
-        const uint8_t *const sum = m->routed[slot] + at.lane / 4 * BOX_BYTES + at.warp * TILE_BYTES;
-        const int piece = at.lane % 4 * 2, turn = at.warp & 7;
-        y = add_routed(y, *(const float4 *)(sum + (piece ^ turn) * 16),
-                       *(const float4 *)(sum + ((piece + 1) ^ turn) * 16));
-    }
-    const float4 post = *(const float4 *)m->post[slot][at.warp];
+    const int row = at.lane % ROWS, piece = 2 * at.warp + at.lane / ROWS;
+    const float4 *const gates = (const float4 *)m->gates[slot][row];
+    const float4 post = gates[STREAMS];
     float4 comb[STREAMS];
 #pragma unroll
-    for (int j = 0; j < STREAMS; j++)
-        comb[j] = *(const float4 *)&m->comb[slot][at.warp][STREAMS * j];
-    expand8(post, comb, y, h);
+    for (int j = 0; j < STREAMS; j++) comb[j] = gates[j];
 #pragma unroll
-    for (int j = 0; j < STREAMS; j++) *(uint4 *)(own + j * STREAM_BYTES) = h[j];
-    wgmma_shared();
+    for (int k = 0; k < 2; k++) {
+        const int half = k ^ row / 8, off = piece_at(row, piece) + half * 8;
+        uint8_t *const own = m->h[i % M::SLOTS] + off;
+        uint32_t v[2][STREAMS];
+        uint2 y = *(const uint2 *)(m->y[slot] + off);
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++) {
+            const uint2 h = *(const uint2 *)(own + j * STREAM_BYTES);
+            v[0][j] = h.x, v[1][j] = h.y;
+        }
+        if (M::ROUTED)
+            y = add_routed(y, *(const float4 *)(m->routed[slot] + piece_at(row, 2 * piece + half)));
+        expand2(post, comb, y.x, v[0]);
+        expand2(post, comb, y.y, v[1]);
+#pragma unroll
+        for (int j = 0; j < STREAMS; j++)
+            *(uint2 *)(own + j * STREAM_BYTES) = make_uint2(v[0][j], v[1][j]);
+    }
 }
-static __device__ __forceinline__ void multiply_step(const struct place &at, struct tile_memory *m,
+/* The two warps of a step. */
+static __device__ __forceinline__ void meet(int step)
+{
+    asm volatile("bar.sync %0, 64;" ::"r"(step + 1) : "memory");
+}
+template <typename M>
+static __device__ __forceinline__ void multiply_step(const struct place &at, M *m,
                                                      const struct weights &w, uint32_t i)
 {
-    const int step = at.warp / PARTS, row = at.lane % ROWS;
-    const uint8_t *const from = m->h[i % SLOTS] + step / 2 * BOX_BYTES + row * TILE_BYTES;
+    const int step = at.warp / SIDES, row = at.lane % ROWS;
+    const uint8_t *const from = m->h[i % M::SLOTS] + step / 2 * BOX_BYTES + row * TILE_BYTES;
     multiply(
-        w, at.warp % PARTS, at.lane,
+        w, at.warp % SIDES, at.lane,
         [&](int j, int piece) {
             return from + j * STREAM_BYTES + ((step % 2 * 4 + piece) ^ (row & 7)) * 16;
         },
-        &m->products[at.warp]);
+        &m->products[i % PRODUCT_BUFFERS][step]);
 }
-static __device__ __forceinline__ void send_sums(const struct place &at, struct tile_memory *m,
-                                                 uint32_t i)
-{
-    const uint32_t buffer = i % SUM_BUFFERS;
-    if (at.lane < SUMS)
-        put_at(dev_shared_of(&m->sums[buffer][at.lane][at.rank], at.warp),
-               dev_shared_of(&m->sums_in[buffer], at.warp),
-               sum_of_steps(m->products, at.lane, at.warp));
-}
-static __device__ __forceinline__ void collapse_row(const struct place &at, struct tile_memory *m,
-                                                    uint32_t i)
+/* x of the warp's row. */
+template <typename M>
+static __device__ __forceinline__ uint4 collapse_row(const struct place &at, M *m, uint32_t i)
 {
     const uint32_t buffer = i % SUM_BUFFERS, to = i % SQUARE_BUFFERS;
-    const uint8_t *const own = m->h[i % SLOTS] + at.own;
+    const uint8_t *const own = m->h[i % M::SLOTS] + piece_at(at.warp, at.lane);
     uint4 h[STREAMS];
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) h[j] = *(const uint4 *)(own + j * STREAM_BYTES);
     const float4 v = *(const float4 *)m->pre[buffer][at.warp];
     const float pre[STREAMS] = {v.x, v.y, v.z, v.w};
     const uint4 x = collapse8(h, pre);
-    m->x[at.warp][at.lane] = x;
+    warp_arrive(&m->collapsed[i % M::SLOTS], at.lane);
     const float squares = dev_pieces_sum(add_squares(x, 0.0f));
     if (at.lane < BLOCKS)
         put_at(dev_shared_of(&m->squares[to][at.warp][at.rank], at.lane),
                dev_shared_of(&m->squares_in[to], at.lane), squares);
+    return x;
 }
+template <typename M>
 static __device__ __forceinline__ void norm_row(const struct kern_hc_boundary &p,
-                                                const struct place &at, struct tile_memory *m,
-                                                uint32_t i)
+                                                const struct place &at, M *m, uint4 x, uint32_t i)
 {
-    const uint32_t buffer = i % SQUARE_BUFFERS;
     const int32_t t = row_of(at, i) + at.warp;
     const float4 *const w = (const float4 *)(m->norm + VEC * at.lane);
-    uint4 x = m->x[at.warp][at.lane];
-    if (p.norm.data) x = norm8(x, w[0], w[1], m->scales[buffer][at.warp]);
+    if (p.norm.data) x = norm8(x, w[0], w[1], m->scales[i % SQUARE_BUFFERS][at.warp]);
     if (t < p.T)
         *(uint4 *)((uint16_t *)p.x + (int64_t)t * D + at.rank * COLUMNS + VEC * at.lane) = x;
 }
 
-template <bool ROUTED>
-static __device__ __forceinline__ void make_rows(const struct kern_hc_boundary &p,
-                                                 const struct place &at, struct tile_memory *m,
-                                                 const struct weights &fn)
+template <typename M>
+static __device__ __forceinline__ void
+make_rows(const struct kern_hc_boundary &p, const struct place &at, M *m, const struct weights &fn)
 {
-    meet();
+    uint4 x = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
     for (uint32_t i = 0; i < at.n + NORM_AFTER; i++) {
-        const bool begins = i < at.n;
         const uint32_t late = i - COLLAPSE_AFTER;
-        if (begins && p.y) expand_row<ROUTED>(at, m, i);
-        meet();
-        /* Half of the warps do this the other way round: so the matrix unit and the others work
-         * side by side. */
-        const bool first = at.warp / 4 % 2 == 0;
-        if (begins && first) multiply_step(at, m, fn, i);
-        if (i >= NORM_AFTER) norm_row(p, at, m, i - NORM_AFTER);
-        if (late < at.n) collapse_row(at, m, late);
-        if (begins && !first) multiply_step(at, m, fn, i);
-        meet();
-        if (begins) send_sums(at, m, i);
+        if (i < at.n) {
+            bar_wait(&m->begins[i % 2], phase<2>(i));
+            if (p.y) {
+                expand_piece(at, m, i);
+                meet(at.warp / SIDES);
+            }
+            multiply_step(at, m, fn, i);
+            warp_arrive(&m->made[i % 2], at.lane);
+        }
+        if (i < COLLAPSE_AFTER) continue;
+        bar_wait(&m->goes_on[late % 2], phase<2>(late));
+        /* The collapse first, as others wait for what it sends. */
+        const uint4 next = late < at.n ? collapse_row(at, m, late) : x;
+        if (i >= NORM_AFTER) norm_row(p, at, m, x, i - NORM_AFTER);
+        x = next;
     }
 }
 
@@ -315,9 +459,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
                 const __grid_constant__ CUtensorMap h, const __grid_constant__ CUtensorMap y,
                 const __grid_constant__ CUtensorMap routed)
 {
+    using M = struct tile_memory<ROUTED>;
     extern __shared__ __align__(16) uint8_t memory[];
-    struct tile_memory *const m =
-        (struct tile_memory *)(memory + (-dev_shared(memory) & (ALIGN - 1)));
+    M *const m = (M *)(memory + (-dev_shared(memory) & (ALIGN - 1)));
     struct place at;
     at.rank = cluster_rank();
     /* From a neighbour, or each use asks for the thread's number anew, and waits for that. */
@@ -325,18 +469,24 @@ static __global__ void __launch_bounds__(THREADS, 1)
     at.lane = __shfl_sync(0xffffffffu, (int)threadIdx.x & 31, (int)threadIdx.x & 31);
     at.first = (int32_t)blockIdx.x / BLOCKS, at.step = (int32_t)gridDim.x / BLOCKS;
     at.n = (uint32_t)(((p.T + ROWS - 1) / ROWS - at.first + at.step - 1) / at.step);
-    at.own = at.lane / 8 * BOX_BYTES + at.warp * TILE_BYTES + ((at.lane ^ at.warp) & 7) * 16;
     if (threadIdx.x == 0) {
 #pragma unroll
         for (int i = 0; i < STREAMS; i++) bar_init(&m->fn_in[i], 1);
 #pragma unroll
-        for (int i = 0; i < SLOTS; i++) bar_init(&m->in[i], p.y ? 2 : 1);
+        for (int i = 0; i < M::SLOTS; i++)
+            bar_init(&m->in[i], p.y ? 2 + 32 : 1), bar_init(&m->collapsed[i], WARPS);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            bar_init(&m->begins[i], 1), bar_init(&m->goes_on[i], 1);
+            bar_init(&m->made[i], WARPS);
+        }
 #pragma unroll
         for (int i = 0; i < SUM_BUFFERS; i++)
             bar_init(&m->sums_in[i], 1), bar_init(&m->pre_in[i], 1);
 #pragma unroll
-        for (int i = 0; i < SQUARE_BUFFERS; i++)
-            bar_init(&m->squares_in[i], 1), bar_init(&m->scales_in[i], 32);
+        for (int i = 0; i < SQUARE_BUFFERS; i++) bar_init(&m->squares_in[i], 1);
+#pragma unroll
+        for (int i = 0; i < PRODUCT_BUFFERS; i++) bar_init(&m->sent[i], 1);
         bar_init_done();
 #pragma unroll
         for (int i = 0; i < SUM_BUFFERS; i++) {
@@ -360,15 +510,15 @@ static __global__ void __launch_bounds__(THREADS, 1)
         cuda_await();
         cluster_wait();
         __syncthreads(); /* the ring is free */
-        make_rows<ROUTED>(p, at, m, fn);
+        make_rows(p, at, m, fn);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         cuda_await();
         cluster_wait();
-        __syncthreads();
+        if (at.warp == SEND_WARP) send_sums(at, m);
         if (at.warp == OWN_WARP) own_rows(p, at, m);
-        if (at.warp == NORM_WARP) norm_scales(p, at, m);
-        if (at.warp == COPY_WARP) copy_all<ROUTED>(p, at, h, y, routed, m);
+        if (at.warp == GUIDE_WARP) guide(p, at, m);
+        if (at.warp == COPY_WARP) copy_all(p, at, h, y, routed, m);
     }
 }
 
@@ -387,7 +537,7 @@ static __global__ void many_kernel(const __grid_constant__ struct kern_hc_bounda
 template <bool ROUTED> static bool launch(struct kern_stream *s, const struct kern_hc_boundary *p)
 {
     static struct cuda_clusters found[CUDA_MAX_DEVICES];
-    const size_t shared = sizeof(struct tile_memory) + ALIGN;
+    const size_t shared = sizeof(struct tile_memory<ROUTED>) + ALIGN;
     const int most = cuda_hc_clusters(s, (const void *)many_kernel<ROUTED>, THREADS, shared, found);
     const int64_t tiles = cuda_ceil(p->T, ROWS), clusters = tiles < most ? tiles : most;
     CUtensorMap h, y, routed = {};

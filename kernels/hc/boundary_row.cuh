@@ -8,11 +8,11 @@
  * Mixes    An f32 weight is read as the sum of two bf16, which is off by 2^-18 of it at most (a
  *          third would make it exact, and take room that there is not; tf32 is off by 2^-12). The
  *          products of a step - 32 columns of four streams, 128 k - are summed by the matrix unit,
- *          those with the larger parts and with the smaller ones apart, by a warp each, which keeps
- *          its weights in registers; rows on the M side. Of each stream there are two instructions
- *          of sixteen columns in their order.
+ *          those with the larger parts and with the smaller ones apart, by two warps, of which each
+ *          keeps the weights of half of the mixes in registers; rows on the M side. Of each stream
+ *          there are two instructions of sixteen columns in their order.
  * Squares  of the streams: each row times itself, in the same way, of which only the diagonal is
- *          of use: the warp of the larger parts has the first eight rows, the other the rest.
+ *          of use: one of the two warps has the first eight rows, the other the rest.
  * Sums     Mixes and squares: the two parts; steps of a half, one after the other; halves; blocks,
  *          neighbours first. Squares of x: a piece, one after the other; then trees over steps,
  *          pieces of a step, halves (dev_pieces_sum), blocks, far ones first. So rmsnorm does.
@@ -34,21 +34,22 @@ enum {
     HALVES = 2,
     STEPS = 4,
     STEP = COLUMNS / HALVES / STEPS, /* columns */
-    PARTS = 2,                       /* bf16 of a weight */
-    SUMS = MIXES + 1,                /* of a row: mixes, squares */
-    TILES = MIXES / 8,               /* of eight mixes */
-    ROWS = 16,                       /* of a tile */
+    ALL_STEPS = HALVES * STEPS,
+    SIDES = 2,        /* of the mixes */
+    TILES = 3,        /* of eight sums: larger and smaller parts of a side's twelve mixes */
+    SUMS = MIXES + 1, /* of a row: mixes, squares */
+    ROWS = 16,        /* of a tile */
     WARPS = ROWS
 };
 static_assert(STEP == 4 * VEC && COLUMNS == 32 * VEC, "shares of threads and lanes");
-static_assert(WARPS == PARTS * HALVES * STEPS && WARPS == BLOCKS, "shares of warps");
+static_assert(WARPS == SIDES * ALL_STEPS && WARPS == BLOCKS, "shares of warps");
 
 /* The block's share of fn, as it is in memory, f32 or bf16: rows of streams. The gap: two columns
  * of four rows lie in all banks. */
 struct weight_rows {
     uint8_t of[MIXES][STREAMS * COLUMNS * 4 + 32];
 };
-/* Of a warp's step and part: products with the mixes' weights; squares of half of the rows. */
+/* Of a step: products with the mixes' weights; squares. */
 struct products {
     float mixes[ROWS][MIXES];
     float squares[ROWS];
@@ -127,14 +128,12 @@ static __device__ __forceinline__ void expand8(const float4 &post, const float4 
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) h[j] = make_uint4(v[0][j], v[1][j], v[2][j], v[3][j]);
 }
-/* A piece of y and the routed sum. */
-static __device__ __forceinline__ uint4 add_routed(uint4 y, const float4 &a, const float4 &b)
+/* Four columns of y and the routed sum. */
+static __device__ __forceinline__ uint2 add_routed(uint2 y, const float4 &sum)
 {
-    float f[VEC];
-    dev_unpack8(y, f);
-    f[0] = a.x + f[0], f[1] = a.y + f[1], f[2] = a.z + f[2], f[3] = a.w + f[3];
-    f[4] = b.x + f[4], f[5] = b.y + f[5], f[6] = b.z + f[6], f[7] = b.w + f[7];
-    return dev_pack8(f);
+    return make_uint2(
+        word_of(sum.x + __uint_as_float(y.x << 16), sum.y + __uint_as_float(y.x & 0xffff0000u)),
+        word_of(sum.z + __uint_as_float(y.y << 16), sum.w + __uint_as_float(y.y & 0xffff0000u)));
 }
 /* A piece of x with its weights of the norm. */
 static __device__ __forceinline__ uint4 norm8(uint4 x, const float4 &a, const float4 &b, float rs)
@@ -165,13 +164,33 @@ static __device__ __forceinline__ void fetch_weights(const struct kern_weight &f
                   size, &in[j]);
 }
 
-/* Weights of a step, one of their parts, as second operands: of stream j, instruction i, tile n. */
+/* Weights of a step for one side of the mixes, as second operands: of stream j, instruction i.
+ * Tiles: larger parts of eight mixes; their smaller parts; both of four mixes. */
 struct weights {
     uint32_t w[STREAMS][2][TILES][2];
 };
+static __device__ __forceinline__ int eight_of(int side) /* the first of eight mixes */
+{
+    return side ? 16 : 0;
+}
+static __device__ __forceinline__ int four_of(int side)
+{
+    return 8 + 4 * side;
+}
+template <bool F32>
+static __device__ __forceinline__ float2 weights_at(const struct weight_rows *from, int32_t rows,
+                                                    int row, int at)
+{
+    const uint8_t *const of = from->of[row];
+    const uint32_t pair = F32 ? 0 : *(const uint32_t *)(of + 2 * at);
+    const float2 u =
+        F32 ? *(const float2 *)(of + 4 * at)
+            : make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+    return row < rows ? u : make_float2(0.0f, 0.0f);
+}
 template <bool F32>
 static __device__ __forceinline__ void split_weights(const struct weight_rows *from, int32_t rows,
-                                                     int step, int part, int lane,
+                                                     int step, int side, int lane,
                                                      uint64_t in[STREAMS], struct weights *to)
 {
     const int g = lane / 4, column = step * STEP + 2 * (lane % 4);
@@ -179,19 +198,15 @@ static __device__ __forceinline__ void split_weights(const struct weight_rows *f
     for (int j = 0; j < STREAMS; j++) {
         bar_wait(&in[j], 0);
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const int at = j * COLUMNS + column + 8 * i;
-                const uint8_t *const row = from->of[8 * n + g];
-                const uint32_t pair = F32 ? 0 : *(const uint32_t *)(row + 2 * at);
-                float2 u = F32 ? *(const float2 *)(row + 4 * at)
-                               : make_float2(__uint_as_float(pair << 16),
-                                             __uint_as_float(pair & 0xffff0000u));
-                if (8 * n + g >= rows) u = make_float2(0.0f, 0.0f);
-                const uint32_t larger = split2(&u.x, &u.y);
-                to->w[j][i / 2][n][i % 2] = part ? split2(&u.x, &u.y) : larger;
-            }
+        for (int i = 0; i < 4; i++) {
+            const int at = j * COLUMNS + column + 8 * i;
+            float2 u = weights_at<F32>(from, rows, eight_of(side) + g, at);
+            to->w[j][i / 2][0][i % 2] = split2(&u.x, &u.y);
+            to->w[j][i / 2][1][i % 2] = split2(&u.x, &u.y);
+            u = weights_at<F32>(from, rows, four_of(side) + g % 4, at);
+            const uint32_t larger = split2(&u.x, &u.y);
+            to->w[j][i / 2][2][i % 2] = g < 4 ? larger : split2(&u.x, &u.y);
+        }
     }
 }
 /* The warp's. */
@@ -201,15 +216,15 @@ static __device__ __forceinline__ void split_weights(const struct kern_weight &f
                                                      struct weights *to)
 {
     if (fn.fmt == KERN_W_F32)
-        split_weights<true>(from, fn.n, warp / PARTS, warp % PARTS, lane, in, to);
+        split_weights<true>(from, fn.n, warp / SIDES, warp % SIDES, lane, in, to);
     else
-        split_weights<false>(from, fn.n, warp / PARTS, warp % PARTS, lane, in, to);
+        split_weights<false>(from, fn.n, warp / SIDES, warp % SIDES, lane, in, to);
 }
 
-/* The products of a warp. row(j, piece): where the lane's row, lane % 16, has its `piece`-th eight
- * columns of the step in stream j. */
+/* The products of a warp, to those of its step. row(j, piece): where the lane's row, lane % 16, has
+ * its `piece`-th eight columns of the step in stream j. */
 template <typename R>
-static __device__ __forceinline__ void multiply(const struct weights &w, int part, int lane,
+static __device__ __forceinline__ void multiply(const struct weights &w, int side, int lane,
                                                 const R &row, struct products *to)
 {
     const int g = lane / 4, c = lane % 4;
@@ -225,40 +240,26 @@ static __device__ __forceinline__ void multiply(const struct weights &w, int par
         for (int k = 0; k < 4; k++) dev_ldmatrix4(a[k], row(from + k / 2, k % 2 * 2 + lane / 16));
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const uint32_t b[2] = {part ? a[k][1] : a[k][0], part ? a[k][3] : a[k][2]};
+            const uint32_t b[2] = {side ? a[k][1] : a[k][0], side ? a[k][3] : a[k][2]};
 #pragma unroll
             for (int n = 0; n < TILES; n++) dev_mma(acc[n], a[k], w.w[from + k / 2][k % 2][n]);
             dev_mma(own, a[k], b);
         }
     }
 #pragma unroll
-    for (int n = 0; n < TILES; n++)
-#pragma unroll
-        for (int r = 0; r < 2; r++)
-            *(float2 *)&to->mixes[g + 8 * r][8 * n + 2 * c] =
-                make_float2(acc[n][2 * r], acc[n][2 * r + 1]);
-    const float even = part ? own[2] : own[0], odd = part ? own[3] : own[1];
-    if (c == g / 2) to->squares[g + 8 * part] = g % 2 ? odd : even;
+    for (int r = 0; r < 2; r++)
+        *(float2 *)&to->mixes[g + 8 * r][eight_of(side) + 2 * c] =
+            make_float2(acc[0][2 * r] + acc[1][2 * r], acc[0][2 * r + 1] + acc[1][2 * r + 1]);
+    /* Of the four mixes two lanes have one part each: one adds up row g, the other g + 8. */
+    const int r = c / 2;
+    const float *const four = acc[2];
+    float2 sum = make_float2(r ? four[2] : four[0], r ? four[3] : four[1]);
+    sum.x += __shfl_xor_sync(0xffffffffu, r ? four[0] : four[2], 2);
+    sum.y += __shfl_xor_sync(0xffffffffu, r ? four[1] : four[3], 2);
+    *(float2 *)&to->mixes[g + 8 * r][four_of(side) + c % 2 * 2] = sum;
+    const float even = side ? own[2] : own[0], odd = side ? own[3] : own[1];
+    if (c == g / 2) to->squares[g + 8 * side] = g % 2 ? odd : even;
 }
-/* One of the SUMS of a row, by all warps' products. */
-static __device__ __forceinline__ float sum_of_steps(const struct products of[WARPS], int sum,
-                                                     int row)
-{
-    enum { NEXT = sizeof(struct products) / sizeof(float) };
-    const bool mix = sum < MIXES;
-    const float *const v = mix ? &of->mixes[row][sum] : &of[row / 8].squares[row];
-    float half[HALVES];
-#pragma unroll
-    for (int k = 0; k < HALVES; k++)
-#pragma unroll
-        for (int s = 0; s < STEPS; s++) {
-            const int at = (k * STEPS + s) * PARTS * NEXT;
-            const float u = v[at] + (mix ? v[at + NEXT] : 0.0f);
-            half[k] = s > 0 ? half[k] + u : u;
-        }
-    return half[0] + half[1];
-}
-
 /* The sum over blocks of what they sent, 16-byte aligned: neighbours first, or far ones. */
 static __device__ __forceinline__ float sum_of_blocks(const float v[BLOCKS])
 {
@@ -318,50 +319,61 @@ static __device__ __forceinline__ float inverse(float x)
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
-/* What sinkhorn_rounds() does, as factors of rows and columns: a round is a chain of latencies, and
- * so it has fewer links. A round that changes no column by more than 2^-21 is the last, for those
- * after it would change less. */
-static __device__ __forceinline__ void balance(float c[COMB], int32_t iters, float eps)
+/* What sinkhorn_rounds() does, as factors of rows and columns, which begin with ones: a round is a
+ * chain of latencies, and so it has fewer links. False: this was the last, for it changed no column
+ * by more than 2^-21, and those after it would change less. C: an array, or a pointer to volatile
+ * where registers are too few for it. */
+template <typename C>
+static __device__ __forceinline__ bool balance_round(const C &c, float row[STREAMS],
+                                                     float column[STREAMS], float eps)
 {
-    float row[STREAMS], column[STREAMS];
 #pragma unroll
-    for (int j = 0; j < STREAMS; j++) row[j] = column[j] = 1.0f;
-    bool settled = false;
-#pragma unroll 1
-    for (int32_t it = 1; it < iters && !settled; it++) {
-#pragma unroll
-        for (int j = 0; j < STREAMS; j++) {
-            const float *const v = c + STREAMS * j;
-            const float sum =
-                fmaf(v[1], column[1], v[0] * column[0]) + fmaf(v[3], column[3], v[2] * column[2]);
-            row[j] *= inverse(fmaf(row[j], sum, eps));
-        }
-        settled = true;
-#pragma unroll
-        for (int k = 0; k < STREAMS; k++) {
-            const float sum =
-                fmaf(c[4 + k], row[1], c[k] * row[0]) + fmaf(c[12 + k], row[3], c[8 + k] * row[2]);
-            const float quotient = fmaf(column[k], sum, eps);
-            settled = settled && fabsf(quotient - 1.0f) <= 0x1p-21f; /* no NaN is */
-            column[k] *= inverse(quotient);
-        }
+    for (int j = 0; j < STREAMS; j++) {
+        const int k = STREAMS * j;
+        const float sum = fmaf(c[k + 1], column[1], c[k] * column[0]) +
+                          fmaf(c[k + 3], column[3], c[k + 2] * column[2]);
+        row[j] *= inverse(fmaf(row[j], sum, eps));
     }
+    bool settled = true;
 #pragma unroll
-    for (int k = 0; k < COMB; k++) c[k] *= row[k / STREAMS] * column[k % STREAMS];
+    for (int k = 0; k < STREAMS; k++) {
+        const float sum =
+            fmaf(c[4 + k], row[1], c[k] * row[0]) + fmaf(c[12 + k], row[3], c[8 + k] * row[2]);
+        const float quotient = fmaf(column[k], sum, eps);
+        settled = settled && fabsf(quotient - 1.0f) <= 0x1p-21f; /* no NaN is */
+        column[k] *= inverse(quotient);
+    }
+    return !settled;
 }
-/* The rest of it for row t, by one thread; kept: what the lanes had. */
-static __device__ __forceinline__ void finish_gates(const struct kern_hc_boundary &p,
-                                                    const float *kept, int64_t t)
+/* comb and post of row t; kept: what the lanes had, of which c is comb. */
+template <typename C>
+static __device__ __forceinline__ void
+store_gates(const struct kern_hc_boundary &p, const float *kept, const C &c,
+            const float row[STREAMS], const float column[STREAMS], int64_t t)
 {
-    float c[COMB];
-#pragma unroll
-    for (int k = 0; k < COMB; k++) c[k] = kept[k];
-    balance(c, p.iters, p.hc_eps);
     *(float4 *)(p.post + t * STREAMS) =
         make_float4(kept[COMB], kept[COMB + 1], kept[COMB + 2], kept[COMB + 3]);
 #pragma unroll
-    for (int k = 0; k < COMB; k += 4)
-        *(float4 *)(p.comb + t * COMB + k) = make_float4(c[k], c[k + 1], c[k + 2], c[k + 3]);
+    for (int j = 0; j < STREAMS; j++) {
+        const int k = STREAMS * j;
+        *(float4 *)(p.comb + t * COMB + k) =
+            make_float4(c[k] * (row[j] * column[0]), c[k + 1] * (row[j] * column[1]),
+                        c[k + 2] * (row[j] * column[2]), c[k + 3] * (row[j] * column[3]));
+    }
+}
+/* The rest of it for row t, by one thread. */
+static __device__ __forceinline__ void finish_gates(const struct kern_hc_boundary &p,
+                                                    const float *kept, int64_t t)
+{
+    float c[COMB], row[STREAMS], column[STREAMS];
+#pragma unroll
+    for (int k = 0; k < COMB; k++) c[k] = kept[k];
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) row[j] = column[j] = 1.0f;
+#pragma unroll 1
+    for (int32_t it = 1; it < p.iters && balance_round(c, row, column, p.hc_eps); it++)
+        ;
+    store_gates(p, kept, c, row, column, t);
 }
 
 #endif /* sm_90a */
