@@ -1,6 +1,7 @@
-/* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product,
- * but for what turns_cuda.cu and narrow_cuda.cu take on sm_90a (more than 8 rows of fp8 or bf16
- * weights; codes); more rows of a narrow product.
+/* kernels/gemm/few_cuda.cu - up to 32 rows of activations times placed weights: the decode product
+ * where stream_cuda.cu (up to 8 rows of most products) and on sm_90a turns_cuda.cu and
+ * narrow_cuda.cu (more rows of fp8 or bf16 weights; codes) do not take it; more rows of a narrow
+ * product.
  *
  * A warp streams 16 weight rows from memory straight into registers, several groups of 64 k ahead,
  * so that enough bytes are under way without a barrier; the other operand is NT times eight columns
@@ -18,9 +19,7 @@
  * of threads; a norm or a rotation of a small x before them is made on that way too. To ask for the
  * weights of all tiles at the begin (prefetch to the second-level cache) made them slower.
  */
-#include "kernels/cuda/quant.cuh"
-#include "kernels/cuda/row.cuh"
-#include "kernels/gemm/product.cuh"
+#include "kernels/gemm/own.cuh"
 
 extern "C" {
 #include "kernels/cuda/table.h"
@@ -35,11 +34,7 @@ enum {
     COL_LD = 20, /* floats from column to column of a block's sums: quads fall into other banks */
     SUM_BYTES = 40 * 1024,
     NAN_BYTES = WARPS * ROWS,
-    SPAN = 128,      /* elements of x that a warp quantizes at a time */
-    BATCH = 4,       /* spans loaded before the first is quantized */
     MOST_BLOCKS = 8, /* of a cluster, that every machine with clusters has */
-    NORM_SPAN = 256, /* elements of a row whose squares are one sum (rmsnorm) */
-    NORM_SPANS = 32,
 };
 static_assert((int)(WARPS * ROWS) <= (int)BLOCK_N, "rows here have at most two rows of scales");
 
@@ -116,115 +111,6 @@ static __device__ __forceinline__ void load_x(const struct cuda_product &p,
                 put16(&s.x[n][4 * i], v);
             }
         }
-    }
-}
-
-/* What rows become before they are quantized. */
-enum before { AS_THEY_ARE, NORMED, TURNED };
-struct change {
-    struct kern_vec w; /* NORMED */
-    float eps;
-    bool w_by_fours;
-    const float *cos, *sin; /* TURNED: heads of d whose last rd values are rotated */
-    int32_t d, rd;
-    float sign;
-};
-
-/* The sums of squares of T whole rows, NORM_SPANS for each, as rmsnorm adds them up. */
-static __device__ __forceinline__ void own_squares(const struct cuda_product &p, const uint16_t *x,
-                                                   int32_t T, float *squares)
-{
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int32_t i = warp; i < T * NORM_SPANS; i += WARPS) {
-        const int32_t t = i / NORM_SPANS, k = i % NORM_SPANS * NORM_SPAN + 8 * lane;
-        float s = 0.0f;
-        if (i % NORM_SPANS * NORM_SPAN < p.K) {
-            float v[8];
-            dev_load4(x, KERN_BF16, t * p.ld_x + k, k, p.K, p.by_fours, v);
-            dev_load4(x, KERN_BF16, t * p.ld_x + k + 4, k + 4, p.K, p.by_fours, v + 4);
-#pragma unroll
-            for (int e = 0; e < 8; e++) s = fmaf(v[e], v[e], s);
-            s = dev_pieces_sum(s);
-        }
-        if (lane == 0) squares[i] = s;
-    }
-    __syncthreads();
-}
-
-/* Elements k .. k+3 of row t, as the norm or the rotation leaves them. */
-template <enum before HOW>
-static __device__ __forceinline__ void own_change(const struct cuda_product &p,
-                                                  const struct change &c, const float *squares,
-                                                  int32_t t, int32_t k, float v[4])
-{
-    if (HOW == NORMED) {
-        const float sum = dev_warp_sum(squares[t * NORM_SPANS + threadIdx.x % 32]);
-        const float rs = 1.0f / sqrtf(sum / (float)p.K + c.eps);
-        float w[4];
-        dev_load4(c.w.data, c.w.dtype, k, k, p.K, c.w_by_fours, w);
-#pragma unroll
-        for (int e = 0; e < 4; e++) v[e] = kern_bf16_round(w[e] * (v[e] * rs));
-    }
-    const int32_t end = HOW == TURNED ? k % c.d - (c.d - c.rd) : -1;
-    if (HOW == TURNED && end >= 0 && k < p.K) {
-        const int64_t a = (int64_t)t * (c.rd / 2) + end / 2;
-        dev_rotate2(&v[0], &v[1], c.cos[a], c.sign * c.sin[a]);
-        dev_rotate2(&v[2], &v[3], c.cos[a + 1], c.sign * c.sin[a + 1]);
-#pragma unroll
-        for (int e = 0; e < 4; e++) v[e] = kern_bf16_round(v[e]);
-    }
-}
-
-/* The part of T rows of x that this block of threads needs, to shared memory, changed and
- * quantized, ld elements apart: of every kw * ks blocks of k the kw, a power of two, from my_k0
- * on. */
-template <enum before HOW>
-static __device__ __forceinline__ void
-own_rows(const struct cuda_product &p, const uint16_t *x, int32_t T, int kw, int ks, int my_k0,
-         const struct change &c, const float *squares, uint16_t *to, int32_t ld)
-{
-    /* Normed rows are close by: they were read before. */
-    enum { AT_ONCE = HOW == NORMED ? 1 : BATCH };
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, shift = __ffs(kw) - 1;
-    const int32_t width = ld / GROUP_K * GROUP_K, spans = (p.K + SPAN - 1) / SPAN;
-    const int32_t mine = (spans + kw * ks - 1) / (kw * ks) * kw;
-    const auto k_of = [&](int32_t e) {
-        return ((e >> shift) * (kw * ks) + my_k0 + (e & (kw - 1))) * SPAN + 4 * lane;
-    };
-    const auto put = [&](int32_t t, int32_t k, float v[4]) {
-        own_change<HOW>(p, c, squares, t, k, v);
-        if (p.aq == KERN_AQ_A128) dev_quant4_a128(v);
-        if (k < width) *(uint2 *)(to + t * ld + k) = dev_pack4(v);
-    };
-    if (T == 1 && p.by_fours &&
-        p.K % SPAN == 0) { /* a step of decode: nothing to find out by span */
-#pragma unroll 1
-        for (int32_t e0 = warp; e0 < mine; e0 += WARPS * AT_ONCE) {
-            uint2 u[AT_ONCE];
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
-                const int32_t k = k_of(e0 + b * WARPS);
-                u[b] = make_uint2(0, 0);
-                if (k < p.K) u[b] = *(const uint2 *)(x + k);
-            }
-#pragma unroll
-            for (int b = 0; b < AT_ONCE; b++) {
-                const int32_t k = k_of(e0 + b * WARPS);
-                if (k >= p.K) continue;
-                float v[4] = {kern_float(u[b].x << 16), kern_float(u[b].x & 0xffff0000u),
-                              kern_float(u[b].y << 16), kern_float(u[b].y & 0xffff0000u)};
-                put(0, k, v);
-            }
-        }
-        return;
-    }
-#pragma unroll 1
-    for (int32_t i = warp; i < T * mine; i += WARPS) {
-        const int32_t t = i / mine, k = k_of(i - t * mine);
-        float v[4];
-        dev_load4(x, KERN_BF16, t * p.ld_x + k, k, p.K, p.by_fours, v);
-        put(t, k, v);
     }
 }
 
@@ -323,7 +209,7 @@ few_tiles(const struct cuda_product &p, const struct share &sh, const struct cha
 {
     enum { D = shape<F, NT, OWN>::D };
     /* nans [WARPS * ROWS]; scales [2][n_blocks]; sums [rw][held][T][COL_LD]; totals [rw][T][ROWS];
-     * x [T][x_ld]; NORMED: squares [T][NORM_SPANS] */
+     * x [T][x_ld]; NORMED: squares [T][OWN_SQUARES] */
     extern __shared__ __align__(16) float shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
     const int kw = sh.kw, ks = sh.ks, held = sh.held, rank = sh.rank, all_k = kw * ks;
@@ -371,8 +257,8 @@ few_tiles(const struct cuda_product &p, const struct share &sh, const struct cha
         if (d < m) load_x<F, NT, OWN>(p, rd, GROUP_OF(d), st[d]);
     if (OWN) {
         float *squares = (float *)(xs + T * x_ld);
-        if (HOW == NORMED) own_squares(p, x, T, squares);
-        own_rows<HOW>(p, x, T, kw, ks, rank * kw, change, squares, xs, x_ld);
+        if (HOW == NORMED) own_squares<WARPS>(p, x, T, squares);
+        own_rows<WARPS, HOW>(p, x, T, kw, ks, rank * kw, change, squares, xs, x_ld);
         __syncthreads();
     }
     side_put<F>(p, side, first, n_blocks, scales, nans);
@@ -519,7 +405,7 @@ static size_t few_bytes(int32_t K, int32_t T, int rw, int held, size_t one, bool
     const size_t x = own ? (size_t)T * ((size_t)cuda_row_width(K) + 8) * 2 : 0;
     return NAN_BYTES + ((size_t)cuda_ceil(K, BLOCK_K) * 2 + 3) / 4 * 16 + (size_t)held * one +
            (size_t)rw * (size_t)T * ROWS * sizeof(float) + x +
-           (normed ? (size_t)T * NORM_SPANS * sizeof(float) : 0);
+           (normed ? (size_t)T * OWN_SQUARES * sizeof(float) : 0);
 }
 
 template <typename... P, typename... A>
@@ -649,6 +535,10 @@ static void launch_set(struct kern_stream *s, const struct set &a, unsigned bloc
 
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
 {
+    if (cuda_stream_fits(s, from)) {
+        cuda_product_stream(s, from);
+        return;
+    }
     const struct cuda_product *first = &from->p[0];
     const int32_t n_blocks = (int32_t)cuda_ceil(first->K, BLOCK_K), groups = first->groups;
     const auto tiles_at = [&](int w) {
@@ -685,19 +575,7 @@ void cuda_product_set(struct kern_stream *s, const struct cuda_set *from)
         q->begin = (int32_t)blocks;
         blocks += (int64_t)q->across * groups * a.ks;
     }
-    if (from->norm) {
-        a.change.w = from->norm->w;
-        a.change.eps = from->norm->eps;
-        a.change.w_by_fours =
-            (uintptr_t)a.change.w.data % (4 * (size_t)kern_dtype_bytes(a.change.w.dtype)) == 0;
-    }
-    if (from->rope) {
-        a.change.cos = from->rope->cos;
-        a.change.sin = from->rope->sin;
-        a.change.d = from->rope->d;
-        a.change.rd = from->rope->rd;
-        a.change.sign = from->rope->inverse ? -1.0f : 1.0f;
-    }
+    a.change = change_of(from);
     const size_t bytes = few_bytes(first->K, first->T, rw, most_held, one, from->own, from->norm);
     if (!from->own)
         launch_set<false, AS_THEY_ARE>(s, a, (unsigned)blocks, bytes);
@@ -735,6 +613,11 @@ bool cuda_few_fits(const struct kern_stream *s, enum kern_wfmt fmt, const struct
 
 void cuda_product_few(struct kern_stream *s, enum kern_wfmt fmt, const struct cuda_product *p)
 {
+    const struct cuda_set one = {.p = {*p}, .fmt = {fmt}, .n = 1, .own = p->own};
+    if (cuda_stream_fits(s, &one)) {
+        cuda_product_stream(s, &one);
+        return;
+    }
     switch (fmt) {
     case KERN_W_BF16: choose<KERN_W_BF16>(s, p); break;
     case KERN_W_FP8: choose<KERN_W_FP8>(s, p); break;

@@ -71,6 +71,11 @@ bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_set_fits(const struct cuda_set *a);
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
 
+/* The same where K is whole blocks and there are not too many weight rows: fp8 and bf16 weights, up
+ * to 8 rows. */
+bool cuda_stream_fits(const struct kern_stream *s, const struct cuda_set *a);
+void cuda_product_stream(struct kern_stream *s, const struct cuda_set *a);
+
 /* The same for 9 to 128 rows, by wgmma: x of each product as those below have it, at most two
  * different ones; own, norm and rope are not looked at. False: the driver refused to describe the
  * operands. */
