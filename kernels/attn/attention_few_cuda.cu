@@ -20,10 +20,7 @@
  *          widen, 600 for scores on either side of 1,100 on the way, 900 for weights, 1,000 until
  *          they are there). With four 1,600 and 10,900: the last sends weights to three.
  */
-#include "kernels/attn/key_tile.cuh"
-#include "kernels/attn/softmax.cuh"
-#include "kernels/cuda/tma.cuh"
-#include "kernels/cuda/wgmma.cuh"
+#include "kernels/attn/attention_group.cuh"
 
 #include <stddef.h>
 
@@ -97,26 +94,6 @@ template <int C> struct slot {
         return sh->tile[0] + at * part<C>::SLOT;
     }
 };
-
-template <int N> static __device__ __forceinline__ void set_registers_less(void)
-{
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> static __device__ __forceinline__ void set_registers_more(void)
-{
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-static __device__ __forceinline__ void arrive(uint64_t *bar)
-{
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive(bar);
-}
-/* Only what is waited for: a CTA may leave else. */
-static __device__ __forceinline__ void arrive_at(uint64_t *bar, int rank)
-{
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive_at(bar, rank);
-}
 
 /* ------------------------------------------------------------------ producers */
 
@@ -212,19 +189,6 @@ template <int C> static __device__ __forceinline__ uint32_t scales_of(const uint
     const uint32_t w = (rank * BLOCKS < 4 ? scales.x : scales.y) >> rank * BLOCKS % 4 * 8;
     return rank == C - 1 ? w & (1u << (BLOCKS - 1) * 8) - 1 : w;
 }
-/* This CTA's codes of a lane once more, the slow way: rare. */
-static __device__ __noinline__ void odd_codes(const uint8_t *codes, const uint8_t *scales, int n,
-                                              uint8_t *even, uint8_t *next)
-{
-#pragma unroll 1
-    for (int i = 0; i < n; i++) {
-        const uint32_t scale = dev_ue8m0_bf16x2(scales[i]);
-        uint4 lo, hi;
-        dev_e4m3x16_bf16(__ldg((const uint4 *)(codes + 64 * i)), &lo, &hi);
-        *(uint4 *)(even + i * KEY_BLOCK) = dev_mul_bf16x8(lo, scale);
-        *(uint4 *)(next + i * KEY_BLOCK) = dev_mul_bf16x8(hi, scale);
-    }
-}
 /* A lane's part of a key in bf16, on its way when this returns. */
 template <int C>
 static __device__ __forceinline__ void copy_plain(const struct key_source &s, int rank,
@@ -249,7 +213,7 @@ widen(const struct key_source &now, bool begun, const struct key_source &next, i
     const bool last = rank == C - 1;
     if (now.scales) {
         const uint32_t word = scales_of<C>(bytes->scales, rank);
-        uint32_t odds = key_odd::add(make_uint2(word, 0));
+        uint32_t odds = key_odd::scales(word);
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
             const uint4 c = fetched_piece<C>(b, waiting, *bytes);
@@ -258,14 +222,11 @@ widen(const struct key_source &now, bool begun, const struct key_source &next, i
                 *at.at(b, at.quarter) = c;
             } else {
                 odds = key_odd::add(odds, c);
-                at.codes(b, c, make_uint2(word, word));
+                at.codes(b, c, key_factor(word, b));
             }
             fetch<C>(next, rank, b, waiting, bytes);
         }
-        if (key_odd::any(odds))
-            odd_codes(now.row + rank * BLOCKS * 64 + 16 * at.quarter, now.scales + rank * BLOCKS,
-                      last ? BLOCKS - 1 : BLOCKS, (uint8_t *)at.at(0, 2 * at.quarter),
-                      (uint8_t *)at.at(0, 2 * at.quarter + 1));
+        if (key_odd::any(odds)) at.odd_codes(now, rank * BLOCKS, last ? BLOCKS - 1 : BLOCKS);
         return;
     }
     if (now.row) {
@@ -361,44 +322,6 @@ static __device__ __forceinline__ void produce(const struct attn_job &j, const s
 
 /* ------------------------------------------------------------------ scorers */
 
-/* The descriptor of what lies `bytes` further on: the address never carries into the upper word. */
-static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
-{
-    return (descriptor & ~(uint64_t)0xffffffff) | (uint32_t)((uint32_t)descriptor + (bytes >> 4));
-}
-
-/* A tile's weights of this thread's two heads, against the tile's own references. p lies as wgmma
- * wants it from registers. */
-struct weights {
-    uint32_t p[16];
-    float reference[2];
-};
-static __device__ __forceinline__ void weigh(int32_t k0, int32_t n, float factor, float (&s)[32],
-                                             struct weights *w)
-{
-    const int col = threadIdx.x % 4 * 2;
-    const int32_t there = n - k0; /* keys of this tile */
-    float top[2] = {-kern_float(0x7f800000u), -kern_float(0x7f800000u)};
-#pragma unroll
-    for (int i = 0; i < 32; i++) s[i] *= factor;
-    if (there < KEY_ROWS) {
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-            if (i / 4 * 8 + col + i % 2 >= there) s[i] = -kern_float(0x7f800000u);
-    }
-#pragma unroll
-    for (int i = 0; i < 32; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]); /* passes over NaN */
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
-        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
-        w->reference[r] = attn_reference(top[r]);
-    }
-#pragma unroll
-    for (int i = 0; i < 16; i++)
-        w->p[i] = attn_weights(s[2 * i], s[2 * i + 1], w->reference[i % 2]);
-}
-
 template <int C>
 static __device__ __forceinline__ void score(const struct attn_job &j, int32_t n, int32_t tiles,
                                              int rank, int group, struct shared<C> *sh)
@@ -472,7 +395,7 @@ static __device__ __forceinline__ void score(const struct attn_job &j, int32_t n
             sh->reference[group][head] = w.reference[0];
             sh->reference[group][head + 8] = w.reference[1];
         }
-        arrive(&sh->made_full[group]);
+        bar_arrive(&sh->made_full[group]);
     }
 }
 
@@ -486,7 +409,7 @@ template <int C> struct sums {
  * that p has come to registers, or NULL. */
 template <int C>
 static __device__ __forceinline__ void add(const uint8_t *tile, const uint32_t (&p)[16], bool more,
-                                           struct sums<C> *s, uint64_t *read)
+                                           int rank, struct sums<C> *s, uint64_t *read)
 {
     constexpr int PARTS = part<C>::BLOCKS / 2;
     const uint64_t v = wgmma_columns(tile, KEY_BLOCK, 1024);
@@ -500,28 +423,13 @@ static __device__ __forceinline__ void add(const uint8_t *tile, const uint32_t (
             wgmma_bf16_columns(s->o[h], p + 4 * i, on(v, h * 2 * KEY_BLOCK + i * 2048),
                                i > 0 || more);
     wgmma_commit();
-    if (read) arrive_at(read, C - 1);
+    if (read) arrive_at_own(read, rank, C - 1);
 }
 template <int C> static __device__ __forceinline__ void add_done(struct sums<C> *s)
 {
     wgmma_wait<0>();
 #pragma unroll
     for (int h = 0; h < part<C>::BLOCKS / 2; h++) wgmma_pin(s->o[h]);
-}
-/* The sum of a tile's weights of this thread's two heads. */
-static __device__ __forceinline__ void sum_weights(const uint32_t (&p)[16], float (&sum)[2])
-{
-    sum[0] = sum[1] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 16; i++) {
-        sum[i % 2] += kern_float(p[i] << 16);
-        sum[i % 2] += kern_float(p[i] & 0xffff0000u);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-        sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-    }
 }
 /* The sums of this thread's two heads times powers of two. */
 template <int C>
@@ -604,7 +512,7 @@ static __device__ __forceinline__ void sum(const struct attn_job &j, int32_t t, 
         for (int k = 0; k < 16; k++) p[k] = attn_scaled(p[k], power[k % 2]);
         if (i) rescale<C>(f, &o);
         bar_wait(&sh->full[at.at], at.use % 2);
-        add<C>(at.tile(sh), p, i > 0, &o, i + SCORERS < tiles ? &sh->made_read[from] : NULL);
+        add<C>(at.tile(sh), p, i > 0, rank, &o, i + SCORERS < tiles ? &sh->made_read[from] : NULL);
         add_done<C>(&o);
         arrive(&sh->empty[at.at]);
         sum_weights(p, own);
@@ -635,9 +543,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
         bar_init(&sh->found, (1 + SCORERS) * 4);
         for (int i = 0; i < SCORERS; i++) {
             bar_init(&sh->partial_full[i], 1);
-            bar_init(&sh->made_full[i], rank < C - 1 ? 1 : 4);
+            bar_init(&sh->made_full[i], rank < C - 1 ? 1 : 128);
             bar_init(&sh->partial_read[i], 4);
-            bar_init(&sh->made_read[i], 4 * C);
+            bar_init(&sh->made_read[i], 128 + 4 * (C - 1));
             bar_expect(&sh->partial_full[i], PARTIAL * 128 * 16);
             if (rank < C - 1) bar_expect(&sh->made_full[i], MADE_BYTES);
         }

@@ -256,16 +256,16 @@ widen(const struct key_source *now, const struct key_source *next, const struct 
     if (now->scales) {
         at.rest(now->row);
         dev_copy_commit();
-        uint32_t odds = key_odd::add(scales);
+        uint32_t odds = key_odd::scales(scales.x) | key_odd::scales(scales.y & 0x00ffffffu);
 #pragma unroll
         for (int i = 0; i < KEY_CODES / 64; i++) {
             if (i == KEPT || i == LAST_GROUP) dev_copy_wait<2>();
             const uint4 c = i < KEPT ? bytes->codes[i] : waiting[i - KEPT][lane];
             odds = key_odd::add(odds, c);
-            at.codes(i, c, scales);
+            at.codes(i, c, key_factor(i < 4 ? scales.x : scales.y, i % 4));
             fetch(coded, row, i, lane, waiting, bytes);
         }
-        if (key_odd::any(odds)) at.odd_codes(*now);
+        if (key_odd::any(odds)) at.odd_codes(*now, 0, KEY_CODES / 64);
     } else {
         at.plain(now->row);
         dev_copy_commit();

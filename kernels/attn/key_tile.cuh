@@ -87,33 +87,31 @@ struct key_odd {
         sum |= ((c.z + 0x01010101u) ^ c.z);
         return sum | ((c.w + 0x01010101u) ^ c.w);
     }
-    static __device__ __forceinline__ uint32_t add(const uint2 &scales)
+    static __device__ __forceinline__ uint32_t scales(uint32_t four)
     {
-        /* 134 >> 1, 67, and what is above reach the high bit. Seven scales. */
-        return ((scales.x >> 1 & 0x7f7f7f7fu) + 0x3d3d3d3du) |
-               ((scales.y >> 1 & 0x007f7f7fu) + 0x3d3d3d3du);
+        /* 134 >> 1, 67, and what is above reach the high bit. */
+        return (four >> 1 & 0x7f7f7f7fu) + 0x3d3d3d3du;
     }
     static __device__ __forceinline__ bool any(uint32_t sum) { return sum & 0x80808080u; }
 };
-/* Sixteen codes of each of a key's seven scales once more, the slow way: rare; to the pieces at
- * `even` and `next` of every block. */
+/* Sixteen codes of each of a key's next n scales once more, the slow way: rare. To each block's
+ * piece at `place`, in shared memory, and the one after it, where bit 4 is another. */
 static __device__ __noinline__ void key_odd_codes(const uint8_t *codes, const uint8_t *scales,
-                                                  uint8_t *even, uint8_t *next)
+                                                  int n, uint32_t place)
 {
 #pragma unroll 1
-    for (int i = 0; i < KEY_CODES / 64; i++) {
+    for (int i = 0; i < n; i++, place += KEY_BLOCK) {
         const uint32_t scale = dev_ue8m0_bf16x2(scales[i]);
         uint4 lo, hi;
         dev_e4m3x16_bf16(__ldg((const uint4 *)(codes + 64 * i)), &lo, &hi);
-        *(uint4 *)(even + i * KEY_BLOCK) = dev_mul_bf16x8(lo, scale);
-        *(uint4 *)(next + i * KEY_BLOCK) = dev_mul_bf16x8(hi, scale);
+        *(uint4 *)__cvta_shared_to_generic(place) = dev_mul_bf16x8(lo, scale);
+        *(uint4 *)__cvta_shared_to_generic(place ^ 16) = dev_mul_bf16x8(hi, scale);
     }
 }
-/* 2^120 times scale i of a key's seven, in both halves. */
-static __device__ __forceinline__ uint32_t key_factor(const uint2 &scales, int i)
+/* 2^120 times scale i of four, in both halves. */
+static __device__ __forceinline__ uint32_t key_factor(uint32_t four, int i)
 {
-    const uint32_t two = __byte_perm(i < 4 ? scales.x : scales.y, 0, 0x4040 | i % 4 * 0x101);
-    return (two + 0x00780078u) << 7;
+    return (__byte_perm(four, 0, 0x4040 | i * 0x101) + 0x00780078u) << 7;
 }
 
 /* Where a lane stores its pieces of a key. */
@@ -129,17 +127,18 @@ struct key_spot {
         return (uint4 *)(row + ((piece ^ turn) << 4) + block * KEY_BLOCK);
     }
     /* Sixteen codes, columns 16 (4 i + quarter) on. */
-    __device__ __forceinline__ void codes(int i, const uint4 &c, const uint2 &scales) const
+    __device__ __forceinline__ void codes(int i, const uint4 &c, uint32_t factor) const
     {
         uint4 lo, hi;
-        dev_e4m3x16_times(c, key_factor(scales, i), &lo, &hi);
+        dev_e4m3x16_times(c, factor, &lo, &hi);
         *at(i, 2 * quarter) = lo;
         *at(i, 2 * quarter + 1) = hi;
     }
-    __device__ __forceinline__ void odd_codes(const struct key_source &s) const
+    /* Of n scales from `first` on, to the tile's first blocks. */
+    __device__ __forceinline__ void odd_codes(const struct key_source &s, int first, int n) const
     {
-        ::key_odd_codes(s.row + 16 * quarter, s.scales, (uint8_t *)at(0, 2 * quarter),
-                        (uint8_t *)at(0, 2 * quarter + 1));
+        key_odd_codes(s.row + 64 * first + 16 * quarter, s.scales + first, n,
+                      (uint32_t)__cvta_generic_to_shared(at(0, 2 * quarter)));
     }
     /* The bf16 values behind the codes, on their way when this returns. */
     __device__ __forceinline__ void rest(const uint8_t *from) const

@@ -42,19 +42,21 @@ static __device__ __forceinline__ uint4 dev_mul_bf16x8(const uint4 &a, uint32_t 
                       dev_mul_bf16x2(a.z, scale2), dev_mul_bf16x2(a.w, scale2));
 }
 /* Sixteen e4m3 codes, none of them NaN, times factor / 2^120; factor: a power of two in both
- * halves. A bf16's upper byte is a code's sign and the upper three bits of its exponent, its lower
- * byte the other four bits. */
+ * halves. A pair's codes are put into halves, extended by their signs; four bits further on all but
+ * what is a bf16's sign, exponent and mantissa is cleared. */
 static __device__ __forceinline__ void dev_e4m3x16_times(const uint4 &codes, uint32_t factor,
                                                          uint4 *lo, uint4 *hi)
 {
     const uint32_t w[4] = {codes.x, codes.y, codes.z, codes.w};
     uint32_t r[8];
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const uint32_t upper = (w[i] >> 4 & 0x07070707u) | (w[i] & 0x80808080u);
-        const uint32_t lower = w[i] << 4 & 0xf0f0f0f0u;
-        r[2 * i] = dev_mul_bf16x2(__byte_perm(lower, upper, 0x5140), factor);
-        r[2 * i + 1] = dev_mul_bf16x2(__byte_perm(lower, upper, 0x7362), factor);
+    for (int i = 0; i < 8; i++) {
+        uint32_t two; /* __byte_perm() knows no signs */
+        if (i % 2)
+            asm("prmt.b32 %0, %1, 0, 0xb3a2;" : "=r"(two) : "r"(w[i / 2]));
+        else
+            asm("prmt.b32 %0, %1, 0, 0x9180;" : "=r"(two) : "r"(w[i / 2]));
+        r[i] = dev_mul_bf16x2(two << 4 & 0x87f087f0u, factor);
     }
     *lo = make_uint4(r[0], r[1], r[2], r[3]);
     *hi = make_uint4(r[4], r[5], r[6], r[7]);

@@ -1,0 +1,97 @@
+/* kernels/attn/attention_group.cuh - what the kernels of few rows share: a warpgroup's weights of a
+ * tile, and how warps tell others of the cluster (sm_90a). */
+#ifndef KERN_ATTN_ATTENTION_GROUP_CUH
+#define KERN_ATTN_ATTENTION_GROUP_CUH
+
+#include "kernels/attn/key_tile.cuh"
+#include "kernels/attn/softmax.cuh"
+#include "kernels/cuda/tma.cuh"
+#include "kernels/cuda/wgmma.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+template <int N> static __device__ __forceinline__ void set_registers_less(void)
+{
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
+}
+template <int N> static __device__ __forceinline__ void set_registers_more(void)
+{
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
+}
+static __device__ __forceinline__ void arrive(uint64_t *bar)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bar_arrive(bar);
+}
+/* Only what is waited for: a CTA may leave else. */
+static __device__ __forceinline__ void arrive_at(uint64_t *bar, int rank)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) bar_arrive_at(bar, rank);
+}
+
+/* The same where it may be this CTA: then each thread says so. One of a warp for all, after
+ * __syncwarp(), is seen as well, but not by compute-sanitizer (racecheck). */
+static __device__ __forceinline__ void arrive_at_own(uint64_t *bar, int own, int rank)
+{
+    if (own == rank)
+        bar_arrive(bar);
+    else
+        arrive_at(bar, rank);
+}
+
+/* The descriptor of what lies `bytes` further on: the address never carries into the upper word. */
+static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
+{
+    return (descriptor & ~(uint64_t)0xffffffff) | (uint32_t)((uint32_t)descriptor + (bytes >> 4));
+}
+
+/* A tile's weights of this thread's two heads, against the tile's own references. p lies as wgmma
+ * wants it from registers. */
+struct weights {
+    uint32_t p[16];
+    float reference[2];
+};
+static __device__ __forceinline__ void weigh(int32_t k0, int32_t n, float factor, float (&s)[32],
+                                             struct weights *w)
+{
+    const int col = threadIdx.x % 4 * 2;
+    const int32_t there = n - k0; /* keys of this tile */
+    float top[2] = {-kern_float(0x7f800000u), -kern_float(0x7f800000u)};
+#pragma unroll
+    for (int i = 0; i < 32; i++) s[i] *= factor;
+    if (there < KEY_ROWS) {
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            if (i / 4 * 8 + col + i % 2 >= there) s[i] = -kern_float(0x7f800000u);
+    }
+#pragma unroll
+    for (int i = 0; i < 32; i++) top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]); /* passes over NaN */
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 1));
+        top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], 2));
+        w->reference[r] = attn_reference(top[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++)
+        w->p[i] = attn_weights(s[2 * i], s[2 * i + 1], w->reference[i % 2]);
+}
+/* The sum of a tile's weights of this thread's two heads. */
+static __device__ __forceinline__ void sum_weights(const uint32_t (&p)[16], float (&sum)[2])
+{
+    sum[0] = sum[1] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        sum[i % 2] += kern_float(p[i] << 16);
+        sum[i % 2] += kern_float(p[i] & 0xffff0000u);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+        sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    }
+}
+
+#endif /* sm_90a */
+#endif
