@@ -22,12 +22,15 @@ struct attn_job {
     const float *cos, *sin;
 };
 
-/* attention_wgmma_cuda.cu, attention_few_cuda.cu: bf16 activations, keys of 448 e4m3 (or bf16) and
- * 64 bf16 values; q, kv, o and pages 16-byte aligned. The second: for rows so few that two CTAs
- * for each 64 heads of a row find room at once. Enqueue; false: the driver refuses to describe the
+/* attention_wgmma_cuda.cu, attention_few_cuda.cu, attention_spread_cuda.cu: bf16 activations, keys
+ * of 448 e4m3 (or bf16) and 64 bf16 values; q, kv, o and pages 16-byte aligned. The second: for
+ * rows so few that two CTAs for each 64 heads of a row find room at once; the third: that eight do,
+ * with room of so many bytes for each. Enqueue; false: the driver refuses to describe the
  * queries. */
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 bool attention_few(struct kern_stream *s, const struct attn_job *j);
+bool attention_spread(struct kern_stream *s, const struct attn_job *j, void *room);
+enum { ATTN_SPREAD_ROOM = 8448 };
 
 /* attention_cuda.cu: kern_attention_cuda(). With `back`, and where it can, o becomes what attn_job
  * says of angles; *slots: it did. */

@@ -492,10 +492,19 @@ static bool aligned(const struct attn_job *j)
     return (((uintptr_t)j->q | (uintptr_t)j->kv | (uintptr_t)j->o | (uintptr_t)j->k.pages) & 15) ==
            0;
 }
-/* Two CTAs for each 64 heads of a row find room at once. */
-static bool few_rows(const struct kern_stream *s, const struct attn_job *j)
+/* Clusters of n CTAs, one for each 64 heads of a row, find room at once. */
+static bool clusters_fit(const struct kern_stream *s, const struct attn_job *j, int n)
 {
-    return j->T * cuda_ceil(j->H, 64) * 2 <= s->n_sm;
+    return j->T * cuda_ceil(j->H, 64) * n <= s->n_sm;
+}
+/* The model's width on sm_90a. Of eight, one multiprocessor in nine finds no neighbours. */
+static bool attention_model(struct kern_stream *s, const struct attn_job *j)
+{
+    /* Taken by any number of rows, for later, when there are few, there may be no more. */
+    void *room = cuda_scratch(s, CUDA_SLOT_OP, (size_t)s->n_sm * ATTN_SPREAD_ROOM);
+    if (!room) return true; /* cuda_done() knows */
+    if (clusters_fit(s, j, 9)) return attention_spread(s, j, room);
+    return clusters_fit(s, j, 2) ? attention_few(s, j) : attention_wgmma(s, j);
 }
 static bool tiles_fit(const struct attn_job *j)
 {
@@ -534,13 +543,11 @@ int attention_run(struct kern_stream *s, const struct kern_attention *p,
         plain_kernel<<<(unsigned)(j.T * j.H), THREADS, 0, s->cu>>>(j);
     } else if (!by_wgmma(s, &j)) {
         launch_tiled(s, &j);
-    } else if (few_rows(s, &j)) {
-        if (!attention_few(s, &j)) return TOW_EDEVICE;
     } else {
-        *slots = back && back->inverse && back->rd == j.k.rd &&
+        *slots = back && back->inverse && back->rd == j.k.rd && !clusters_fit(s, &j, 2) &&
                  (((uintptr_t)back->cos | (uintptr_t)back->sin) & 15) == 0;
         if (*slots) j.cos = back->cos, j.sin = back->sin;
-        if (!attention_wgmma(s, &j)) return TOW_EDEVICE;
+        if (!attention_model(s, &j)) return TOW_EDEVICE;
     }
     return cuda_done(s, "attention");
 }

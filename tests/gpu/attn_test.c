@@ -129,7 +129,7 @@ static void attend(struct kern_dev *dev, const struct world *w, int layer, const
 static void attention_rows(enum kern_kv_fmt kv, int layer)
 {
     /* Rows of their own, then a chunk whose window reaches back to the ring. So many rows take a
-     * CTA for 64 heads each; of some the width is spread over two, alone over four. */
+     * CTA for 64 heads each; of some the width is spread over two or four, of few over eight. */
     static const int32_t pos[] = {0,     1,      2,      3,      62,     63,         64,
                                   65,    126,    127,    128,    129,    191,        255,
                                   256,   511,    512,    639,    2047,   2048,       65535,
@@ -143,7 +143,7 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
                      .sel = malloc((size_t)T * 512 * 4),
                      .n_sel = malloc(T * 4)};
     uint16_t *want = malloc((size_t)T * H * D * 2), *alone = malloc((size_t)H * D * 2);
-    static const int some[] = {OWN, 64};
+    static const int some[] = {9, 20, OWN, 64};
     world_open(&w, kv, KERN_IK_FP8);
     fill(r.q, (size_t)T * H * D, 1);
     fill(r.kv, (size_t)T * D, 2);
@@ -184,8 +184,9 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
                          r.o[(size_t)t * H * D + i]);
     }
     for (size_t k = 0; k < sizeof some / sizeof *some; k++) {
-        seqs[OWN].n_rows = some[k] - OWN;
-        attend(gpu, &w, layer, &r, 0, some[k], seqs, OWN + (some[k] > OWN), want);
+        const int own = some[k] < OWN ? some[k] : OWN;
+        seqs[OWN].n_rows = some[k] - own;
+        attend(gpu, &w, layer, &r, 0, some[k], seqs, own + (some[k] > own), want);
         for (size_t i = 0; i < (size_t)some[k] * H * D; i++)
             if (want[i] != r.o[i])
                 fail_msg("layer %d, row %d of %d: element %d is %x, not %x", layer,
