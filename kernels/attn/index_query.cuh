@@ -1,8 +1,9 @@
 /* kernels/attn/index_query.cuh - heads of index queries by a warp: rotation, Hadamard transform and
  * the quantizer's round trip, in place; for index_query and for prepare.
  *
- * A lane has two pieces of eight neighbours of a head, half a head apart (of the widest four), and
- * a warp as many heads as fit: so each access is of whole sectors. Stages of the transform within a
+ * A lane has two or four pieces of eight neighbours of a head, as far apart, and a warp as many heads
+ * as fit: so each access is of whole sectors. Two have more lanes at work, four fewer instructions
+ * for a head (only stages across lanes cost two for a value). Stages of the transform within a
  * lane are plain, those across lanes exchange by shuffle: the additions are the twin's, one for
  * one, so codes are equal. What is bf16 anyway is quantized by twos in bf16: scales are powers of
  * two, and a value is rounded to a code by adding and taking away again what leaves no finer bits.
@@ -58,55 +59,50 @@ template <bool FP8> struct index_element {
     static constexpr uint32_t MOST = FP8 ? 0x43e0 : 0x40c0, NORMAL = FP8 ? 0x3c80 : 0x3f80;
     static constexpr uint32_t OVER = (FP8 ? 4 : 6) << 7 | 0x40;
 };
-/* Two values to codes of a block with this scale and back. */
-template <bool FP8>
-static __device__ __forceinline__ uint32_t index_round_trip(uint32_t x, uint32_t scale,
-                                                            uint32_t inverse)
+/* Of a block's largest magnitude: its scale as bf16, and above that the scale's inverse.
+ * 2^(code - 127), the code being 1 to 254 (2^-127 is one that is not normal). */
+template <bool FP8> static __device__ __forceinline__ uint32_t index_scales(uint32_t largest)
 {
-    using e = index_element<FP8>;
-    const uint32_t t = dev_mul_bf16x2(x, inverse);
-    uint32_t a;
-    if (FP8) /* NaN stays; in e2m1 it is the largest */
-        asm("min.NaN.bf16x2 %0, %1, %2;" : "=r"(a) : "r"(t & 0x7fff7fffu), "r"(dev_twice(e::MOST)));
-    else
-        asm("min.bf16x2 %0, %1, %2;" : "=r"(a) : "r"(t & 0x7fff7fffu), "r"(dev_twice(e::MOST)));
-    const uint32_t coarse = __vmaxu2(a & 0x7f807f80u, dev_twice(e::NORMAL)) + dev_twice(e::OVER);
-    return dev_mul_bf16x2(index_coarse(a, coarse) | (t & 0x80008000u), scale);
-}
-/* A scale and its inverse from codes, as bf16 (2^-127 is one). */
-static __device__ __forceinline__ uint32_t index_scale(uint8_t code)
-{
-    return dev_twice(kern_bits(kern_ue8m0_decode(code)) >> 16);
-}
-static __device__ __forceinline__ uint32_t index_inverse(uint8_t code)
-{
-    return dev_twice(kern_bits(kern_ue8m0_inverse(code)) >> 16);
+    const float most = index_low(largest & 0x7fffu);
+    const uint32_t code = FP8 ? kern_e4m3_scale_code(most) : kern_e2m1_scale_code(most);
+    return code << 7 | (code < 254 ? (254 - code) << 23 : 0x400000u);
 }
 
-/* P pieces of eight values to a lane: numbers lane, lane + LANES, ... of the head's W / 8. */
-template <int W> struct index_head {
-    static constexpr int P = W <= 512 ? 2 : 4, LANES = W / 8 / P;
-};
-/* The heads of a warp: `thread` is this lane's number among those of all heads. */
-template <int W>
-static __device__ __forceinline__ void index_heads(const struct kern_index_query &p, int64_t thread,
-                                                   float hadamard_scale)
+/* A piece's values to codes of a block with these scales and back. */
+template <bool FP8>
+static __device__ __forceinline__ void index_quantize(uint32_t *piece, uint32_t scales)
 {
-    constexpr int P = index_head<W>::P, LANES = index_head<W>::LANES, E = 8 * P;
-    const uint32_t row = (uint32_t)(thread / LANES), t = row / (uint32_t)p.H;
-    const int lane = threadIdx.x % LANES;
-    const bool wide = p.rd % 8 == 0 && ((uintptr_t)p.cos | (uintptr_t)p.sin) % 16 == 0;
-    const bool is = t < (uint32_t)p.T; /* all take part in shuffles */
-    uint4 *q = (uint4 *)((uint16_t *)p.q + (int64_t)row * W) + lane;
-    uint32_t v[E / 2];
-    float x[E];
+    using e = index_element<FP8>;
+    const uint32_t scale = __byte_perm(scales, 0, 0x1010);
+    const uint32_t inverse = __byte_perm(scales, 0, 0x3232);
 #pragma unroll
-    for (int i = 0; i < P; i++) {
-        const uint4 u = is ? q[i * LANES] : make_uint4(0, 0, 0, 0);
-        v[4 * i] = u.x, v[4 * i + 1] = u.y, v[4 * i + 2] = u.z, v[4 * i + 3] = u.w;
+    for (int j = 0; j < 4; j++) {
+        const uint32_t t = dev_mul_bf16x2(piece[j], inverse);
+        uint32_t a;
+        if (FP8) /* NaN stays; in e2m1 it is the largest */
+            asm("min.NaN.bf16x2 %0, %1, %2;"
+                : "=r"(a)
+                : "r"(t & 0x7fff7fffu), "r"(dev_twice(e::MOST)));
+        else
+            asm("min.bf16x2 %0, %1, %2;" : "=r"(a) : "r"(t & 0x7fff7fffu), "r"(dev_twice(e::MOST)));
+        const uint32_t coarse =
+            __vmaxu2(a & 0x7f807f80u, dev_twice(e::NORMAL)) + dev_twice(e::OVER);
+        piece[j] = dev_mul_bf16x2(index_coarse(a, coarse) | (t & 0x80008000u), scale);
     }
-#pragma unroll
-    for (int j = 0; j < E / 2; j++) x[2 * j] = index_low(v[j]), x[2 * j + 1] = index_high(v[j]);
+}
+
+/* Lanes of a head, with P pieces of eight values each: numbers lane, lane + LANES, ... of W / 8. */
+template <int W, int P> struct index_head {
+    static constexpr int LANES = W / 8 / P;
+    static_assert(LANES <= 32, "of one warp");
+};
+/* Turns a lane's part of a head, x, whose eight values of piece i are x[8 i] on. The angles of its
+ * row: rd / 2 pairs. `wide`: a piece's pairs all turn or none, and angles are read by fours. */
+template <int W, int P>
+static __device__ __forceinline__ void index_turn(float (&x)[8 * P], const float *cos,
+                                                  const float *sin, int32_t rd, bool wide)
+{
+    constexpr int LANES = index_head<W, P>::LANES;
     const auto turn = [&](int j, float c, float s) {
         index_rotate(x[2 * j], x[2 * j + 1], c, s);
         const uint32_t u = index_two(x[2 * j], x[2 * j + 1]);
@@ -114,12 +110,11 @@ static __device__ __forceinline__ void index_heads(const struct kern_index_query
     };
 #pragma unroll
     for (int i = 0; i < P; i++) {
-        const int32_t half = p.rd / 2, first = ((lane + i * LANES) * 8 - (W - p.rd)) / 2; /* pair */
-        const float *cs = p.cos + (int64_t)t * half + first;
-        const float *sn = p.sin + (int64_t)t * half + first;
-        if (wide) { /* a piece's pairs all turn or none, and their angles are read by fours */
-            if (!is || first < 0) continue;
-            const float4 c = __ldg((const float4 *)cs), s = __ldg((const float4 *)sn);
+        const int32_t first =
+            rd / 2 - W / 2 + ((int)threadIdx.x % LANES + i * LANES) * 4; /* pair */
+        if (wide) {
+            if (first < 0) continue;
+            const float4 c = *(const float4 *)(cos + first), s = *(const float4 *)(sin + first);
             turn(4 * i, c.x, s.x);
             turn(4 * i + 1, c.y, s.y);
             turn(4 * i + 2, c.z, s.z);
@@ -127,9 +122,18 @@ static __device__ __forceinline__ void index_heads(const struct kern_index_query
         } else {
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                if (is && first + j >= 0) turn(4 * i + j, __ldg(cs + j), __ldg(sn + j));
+                if (first + j >= 0) turn(4 * i + j, cos[first + j], sin[first + j]);
         }
     }
+}
+/* The transform of x, and what the type of the keys makes of it; pairs to v. All lanes of a warp
+ * call it. */
+template <int W, int P>
+static __device__ __forceinline__ void index_transform(float (&x)[8 * P], uint32_t (&v)[4 * P],
+                                                       enum kern_ik_fmt fmt, float hadamard_scale)
+{
+    constexpr int LANES = index_head<W, P>::LANES, E = 8 * P;
+    const int lane = threadIdx.x % LANES;
     const auto within = [&](int h) {
 #pragma unroll
         for (int j = 0; j < E; j++)
@@ -155,30 +159,70 @@ static __device__ __forceinline__ void index_heads(const struct kern_index_query
         v[j] = index_two(x[2 * j] * hadamard_scale, x[2 * j + 1] * hadamard_scale);
         m[j / 4] = index_max(m[j / 4], v[j]);
     }
-    if (p.fmt == KERN_IK_FP4) { /* blocks of 32: four pieces */
-        if (LANES < 4) m[0] = m[1] = index_max(m[0], m[1]);
+    if (fmt == KERN_IK_FP4) {   /* blocks of 32: four pieces */
+        if constexpr (P == 4) { /* of four lanes, each of which makes one block's scale */
+            static_assert(LANES >= 4, "a block has the same piece of four lanes");
+            uint32_t two[2];
 #pragma unroll
-        for (int i = 0; i < P; i++) {
-            m[i] = index_max(m[i], m[i] >> 16);
+            for (int i = 0; i < 2; i++)
+                two[i] = index_max(__byte_perm(m[2 * i], m[2 * i + 1], 0x5410),
+                                   __byte_perm(m[2 * i], m[2 * i + 1], 0x7632));
+            const bool later = lane & 2;
+            uint32_t of = index_max(later ? two[1] : two[0],
+                                    __shfl_xor_sync(~0u, later ? two[0] : two[1], 2));
+            of = index_max(of, __shfl_xor_sync(~0u, of, 1));
+            const uint32_t scales = index_scales<false>(lane & 1 ? of >> 16 : of);
 #pragma unroll
-            for (int s = 1; s < LANES && s < 4; s *= 2)
-                m[i] = index_max(m[i], __shfl_xor_sync(~0u, m[i], s));
-            const uint8_t c = kern_e2m1_scale_code(index_low(m[i] & 0x7fffu));
-            const uint32_t s = index_scale(c), inv = index_inverse(c);
+            for (int i = 0; i < P; i++)
+                index_quantize<false>(v + 4 * i, __shfl_sync(~0u, scales, i, 4));
+        } else {
+            if (LANES < 4) m[0] = m[1] = index_max(m[0], m[1]);
 #pragma unroll
-            for (int j = 4 * i; j < 4 * i + 4; j++) v[j] = index_round_trip<false>(v[j], s, inv);
+            for (int i = 0; i < P; i++) {
+                m[i] = index_max(m[i], m[i] >> 16);
+#pragma unroll
+                for (int s = 1; s < LANES && s < 4; s *= 2)
+                    m[i] = index_max(m[i], __shfl_xor_sync(~0u, m[i], s));
+                index_quantize<false>(v + 4 * i, index_scales<false>(m[i]));
+            }
         }
-    } else if (p.fmt == KERN_IK_FP8) { /* the row is one block */
+    } else if (fmt == KERN_IK_FP8) { /* the row is one block */
 #pragma unroll
         for (int i = 1; i < P; i++) m[0] = index_max(m[0], m[i]);
         m[0] = index_max(m[0], m[0] >> 16);
 #pragma unroll
         for (int s = 1; s < LANES; s *= 2) m[0] = index_max(m[0], __shfl_xor_sync(~0u, m[0], s));
-        const uint8_t c = kern_e4m3_scale_code(index_low(m[0] & 0x7fffu));
-        const uint32_t s = index_scale(c), inv = index_inverse(c);
+        const uint32_t scales = index_scales<true>(m[0]);
 #pragma unroll
-        for (int j = 0; j < E / 2; j++) v[j] = index_round_trip<true>(v[j], s, inv);
+        for (int i = 0; i < P; i++) index_quantize<true>(v + 4 * i, scales);
     }
+}
+
+/* Whether index_turn may read angles by fours. */
+static __host__ __device__ __forceinline__ bool index_angles_wide(const struct kern_index_query &p)
+{
+    return p.rd % 8 == 0 && ((uintptr_t)p.cos | (uintptr_t)p.sin) % 16 == 0;
+}
+/* Head `head` of row t, by the lanes of it that follow each other. Nobody's past the ends. */
+template <int W, int P>
+static __device__ __forceinline__ void index_heads(const struct kern_index_query &p, int32_t t,
+                                                   int32_t head, float hadamard_scale)
+{
+    constexpr int LANES = index_head<W, P>::LANES;
+    const bool is = t < p.T && head < p.H; /* all take part in shuffles */
+    uint4 *q = (uint4 *)((uint16_t *)p.q + ((int64_t)t * p.H + head) * W) + threadIdx.x % LANES;
+    uint32_t v[4 * P];
+    float x[8 * P];
+#pragma unroll
+    for (int i = 0; i < P; i++) {
+        const uint4 u = is ? q[i * LANES] : make_uint4(0, 0, 0, 0);
+        v[4 * i] = u.x, v[4 * i + 1] = u.y, v[4 * i + 2] = u.z, v[4 * i + 3] = u.w;
+    }
+#pragma unroll
+    for (int j = 0; j < 4 * P; j++) x[2 * j] = index_low(v[j]), x[2 * j + 1] = index_high(v[j]);
+    const int64_t angles = (int64_t)t * (p.rd / 2);
+    if (is) index_turn<W, P>(x, p.cos + angles, p.sin + angles, p.rd, index_angles_wide(p));
+    index_transform<W, P>(x, v, p.fmt, hadamard_scale);
     if (!is) return;
 #pragma unroll
     for (int i = 0; i < P; i++)

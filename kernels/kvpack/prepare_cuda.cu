@@ -25,7 +25,9 @@ enum {
     DENSE_THREADS = 512,   /* one channel each: what a thread reads waits for nothing of its own */
     QUERY_WARPS = 4,       /* of a block that has queries */
     PER_SM = 512 / OVERLAP_THREADS,
-    INDEX_WIDTH = 128
+    INDEX_WIDTH = 128,
+    INDEX_PIECES = 2, /* of a lane */
+    INDEX_LANES = index_head<INDEX_WIDTH, INDEX_PIECES>::LANES,
 };
 
 struct prepare {
@@ -82,12 +84,14 @@ static __global__ void __launch_bounds__(N, N == DENSE_THREADS ? 1 : PER_SM)
     b -= a.kv_blocks;
     const int warp = threadIdx.x / 32;
     if (warp >= QUERY_WARPS) return;
-    if (b < a.index_blocks)
-        index_heads<INDEX_WIDTH>(a.index, (int64_t)b * (32 * QUERY_WARPS) + threadIdx.x,
-                                 a.hadamard_scale);
-    else
-        heads_norm(a.heads, ((int64_t)(b - a.index_blocks) * QUERY_WARPS + warp) * HEADS,
-                   (uint32_t *)row + warp * HEADS * HEAD_WORDS);
+    if (b < a.index_blocks) {
+        const int32_t head = (b * (32 * QUERY_WARPS) + (int32_t)threadIdx.x) / INDEX_LANES;
+        index_heads<INDEX_WIDTH, INDEX_PIECES>(a.index, head / a.index.H, head % a.index.H,
+                                               a.hadamard_scale);
+        return;
+    }
+    heads_norm(a.heads, ((int64_t)(b - a.index_blocks) * QUERY_WARPS + warp) * HEADS,
+               (uint32_t *)row + warp * HEADS * HEAD_WORDS);
 }
 
 /* One kernel has all of these shapes; what its compressors need is known only with the batch. */
@@ -153,8 +157,8 @@ extern "C" int kern_prepare_cuda(struct kern_stream *s, const struct kern_prepar
     if (p->index) {
         a.index = *p->index;
         a.hadamard_scale = (float)(1.0 / sqrt((double)INDEX_WIDTH));
-        a.index_blocks = (int32_t)cuda_ceil(
-            (int64_t)p->index->T * p->index->H * index_head<INDEX_WIDTH>::LANES, 32 * QUERY_WARPS);
+        a.index_blocks =
+            (int32_t)cuda_ceil((int64_t)p->index->T * p->index->H * INDEX_LANES, 32 * QUERY_WARPS);
     }
     if (p->heads) {
         a.heads = *p->heads;

@@ -520,6 +520,47 @@ static void test_index_query__bits_are_the_twins(void **state)
         }
 }
 
+/* Rows so many that each block has several, one after the other. */
+static void test_index_query__bits_of_chunks_are_the_twins(void **state)
+{
+    static const int32_t shapes[][3] = {{128, 64, 70}, {128, 128, 3}, {256, 64, 33}, {128, 6, 2}};
+    enum { T = 1300, MOST = 128 * 70 };
+    uint16_t *got = malloc(sizeof *got * T * MOST), *want = malloc(sizeof *want * T * MOST);
+    float *c = malloc(sizeof *c * T * 64), *s = malloc(sizeof *s * T * 64);
+    (void)state;
+    assert_true(got && want && c && s);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (int fmt = KERN_IK_FP4; fmt <= KERN_IK_BF16; fmt++) {
+            const int32_t w = shapes[i][0], rd = shapes[i][1], heads = shapes[i][2],
+                          n = T * heads * w;
+            for (int k = 0; k < T * rd / 2; k++) {
+                const double angle = (double)rnd() * 3;
+                c[k] = (float)cos(angle), s[k] = (float)sin(angle);
+            }
+            for (int k = 0; k < n; k++)
+                got[k] = want[k] = kern_bf16_encode(ldexpf(rnd(), k / w % 11 * 3 - 15));
+            struct kern_index_query p = {.q = got,
+                                         .cos = c,
+                                         .sin = s,
+                                         .T = T,
+                                         .H = heads,
+                                         .w = w,
+                                         .rd = rd,
+                                         .fmt = (enum kern_ik_fmt)fmt,
+                                         .act = KERN_BF16};
+            assert_int_equal(kern_dev_ops(gpu)->index_query(kern_dev_stream(gpu), &p), 0);
+            assert_int_equal(kern_stream_sync(kern_dev_stream(gpu)), 0);
+            p.q = want;
+            assert_int_equal(kern_dev_ops(cpu)->index_query(kern_dev_stream(cpu), &p), 0);
+            for (int k = 0; k < n; k++)
+                if (got[k] != want[k])
+                    fail_msg("%d heads of %d, %d turned, format %d: row %d has %04x at %d, not "
+                             "%04x",
+                             heads, w, rd, fmt, k / w / heads, got[k], k % (w * heads), want[k]);
+        }
+    free(got), free(want), free(c), free(s);
+}
+
 /* Products of the codes: an error of the matrix unit's, and the exact best of the scores
  * it makes. */
 static void test_index_select__products_of_codes_are_near_exact_ones(void **state)
@@ -633,6 +674,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_index_select__products_of_codes_are_near_exact_ones),
         cmocka_unit_test(test_index_select__pages_far_apart_are_found),
         cmocka_unit_test(test_index_query__bits_are_the_twins),
+        cmocka_unit_test(test_index_query__bits_of_chunks_are_the_twins),
         cmocka_unit_test(test_index_rank__odd_scores_have_the_ranks_of_a_count),
     };
     if (argc > 1) cmocka_set_test_filter(argv[1]);
