@@ -303,8 +303,10 @@ int model_open(struct model **out, const char *dir, const struct model_options *
     m->opt = *opt;
     m->act = opt->exact ? KERN_F32 : KERN_BF16;
 
-    struct model_weights_options wo = {
-        .need_input_scales = !opt->exact && opt->expert_aq == KERN_AQ_NVFP4, .no_mtp = !opt->mtp};
+    struct model_weights_options wo = {.need_input_scales =
+                                           !opt->exact && opt->expert_aq == KERN_AQ_NVFP4,
+                                       .no_mtp = !opt->mtp,
+                                       .n_layers = opt->n_layers};
     int rc = model_weights_open(&m->w, dir, &wo, err);
     if (rc < 0) goto fail;
     rc = model_plan(&m->layout, &m->opt, &m->w->shape, err);

@@ -42,6 +42,7 @@ struct model_options {
     int32_t max_topk;              /* most a sequence may ask; 0 = MODEL_MAX_TOPK */
     int32_t max_rows;              /* rows of one pass: the chunk, or the decode batch */
     int32_t page_tokens;           /* 0 = chosen by the layout */
+    int32_t n_layers;              /* 0; benchmarks: see struct model_weights_options */
     bool mtp;                      /* keep the MTP block's state and allow model_mtp() */
     /* NULL, or gives the table to use in place of the device's (an audit's tests plant faults in
      * single ops); both tables outlive the model. */

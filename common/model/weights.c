@@ -7,6 +7,9 @@
  * where fp8 belongs means that the file is not what the config says, and would decode to noise in
  * another loader too.
  *
+ * Layers that repeat others (options.n_layers) share their views, so only the walk knows of them:
+ * placing copies each layer's to the device, and the forward pass sees as many as the shape says.
+ *
  * Rejected: reading all weights once to check them (NaN in data is left to the maths); scales are
  * read, because one bad scale spoils a whole block and only for some prompts.
  */
@@ -867,16 +870,61 @@ static void load_mtp(struct loader *l, struct model_mtp *m, const char *p)
     hyper(l, &m->hc_head, p, "hc_head", true);
 }
 
+/* Main layers from this on may be repeated: a table of token ids belongs to the first layers. */
+static int32_t first_repeated(const bool *hashed, int32_t n_stored)
+{
+    int32_t first = n_stored;
+    while (first > 0 && !hashed[first - 1]) first--;
+    return first;
+}
+
+/* The config of the same model with n main layers. */
+static int repeat_layers(struct text_config *c, const char *dir, int32_t n, struct tow_err *err)
+{
+    const int32_t n_stored = c->n_layers, first = first_repeated(c->hashed, n_stored);
+    if (n < n_stored || n > TEXT_CONFIG_MAX_LAYERS - c->n_mtp)
+        return tow_fail(err, TOW_ECONFIG, "%s: layers %d: not in %d..%d (config.json has %d)", dir,
+                        n, n_stored, TEXT_CONFIG_MAX_LAYERS - c->n_mtp, n_stored);
+    if (n > n_stored && first == n_stored)
+        return tow_fail(
+            err, TOW_ECONFIG,
+            "%s: layers %d: the last of %d routes by token id; none behind it to repeat", dir, n,
+            n_stored);
+    memmove(&c->ratios[n], &c->ratios[n_stored], (size_t)c->n_mtp * sizeof *c->ratios);
+    for (int32_t i = n_stored; i < n; i++) {
+        c->ratios[i] = c->ratios[i - (n_stored - first)];
+        c->hashed[i] = false;
+    }
+    c->n_layers = n;
+    return 0;
+}
+
+/* The same views in an array of its own: experts are known by theirs once they are placed. */
+static void repeat_layer(struct loader *l, struct model_layer *y, const struct model_layer *of)
+{
+    const size_t n = (size_t)l->w->shape.E;
+    struct kern_weight *w = take(l, 3 * n * sizeof *w);
+    if (!w) return;
+    *y = *of;
+    y->w1 = memcpy(w, of->w1, n * sizeof *w);
+    y->w2 = memcpy(w + n, of->w2, n * sizeof *w);
+    y->w3 = memcpy(w + 2 * n, of->w3, n * sizeof *w);
+}
+
 static void load_all(struct loader *l)
 {
     struct model_weights *w = l->w;
     const struct model_shape *s = &w->shape;
     char name[32];
+    const int32_t n_stored = w->report.n_stored;
+    const int32_t period = n_stored - first_repeated(s->hashed, n_stored);
     plain_named(l, &w->embed, s->V, s->D, "", "embed.weight");
-    for (int32_t i = 0; i < s->n_layers && l->rc == 0; i++) {
+    for (int32_t i = 0; i < n_stored && l->rc == 0; i++) {
         snprintf(name, sizeof name, "layers.%d", i);
         load_layer(l, &w->layers[i], s->ratios[i], s->hashed[i], name);
     }
+    for (int32_t i = n_stored; i < s->n_layers && l->rc == 0; i++)
+        repeat_layer(l, &w->layers[i], &w->layers[i - period]);
     norm(l, &w->norm, s->D, "", "norm");
     hyper(l, &w->hc_head, "", "hc_head", true);
     bool has_head = model_checkpoint_index(l->ck, "head.weight") >= 0 ||
@@ -945,6 +993,9 @@ int model_weights_open(struct model_weights **out, const char *dir,
     tow_arena_init(&w->own->arena, 0);
     tow_buf_init(&l.missing, 4096);
     int rc = text_config_load(&w->config, dir, err);
+    if (rc < 0) goto close_weights;
+    w->report.n_stored = w->config.n_layers;
+    if (options && options->n_layers) rc = repeat_layers(&w->config, dir, options->n_layers, err);
     if (rc < 0) goto close_weights;
     if ((rc = model_checkpoint_open(&w->own->files, dir, err)) < 0) goto close_weights;
     l.w = w;

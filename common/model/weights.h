@@ -65,6 +65,7 @@ struct model_load_report {
     size_t n_expected, n_found; /* tensors the shape asks for; each found exactly once */
     size_t n_unused;            /* tensors in the files that nothing asked for */
     size_t n_files;
+    int32_t n_stored; /* main layers in the files; below shape.n_layers: the others repeat them */
     uint64_t file_bytes;
     uint64_t copied_bytes;  /* what had to be copied or converted, see Copies */
     bool mtp_absent;        /* config.json promises MTP blocks, the files have none: drafts off */
@@ -89,6 +90,12 @@ struct model_weights_options {
     bool need_input_scales; /* 4-bit activations were asked for: NVFP4 experts without input_scale
                                are refused */
     bool no_mtp;            /* leave the MTP blocks out even when they are there */
+    /* 0: as many main layers as the checkpoint has. More (for benchmarks: a model as deep as the
+     * released one from a few gigabytes of files): those after its last read the tensors of its own
+     * layers once more, of those behind the hash-routed ones, in turn. Each gets memory of its own
+     * where weights are placed; it is another model, with another fingerprint. TOW_ECONFIG where
+     * there are fewer, or none to repeat. */
+    int32_t n_layers;
 };
 
 /* Loads and checks the whole checkpoint. options may be NULL. Caller frees with

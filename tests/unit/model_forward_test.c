@@ -1,16 +1,20 @@
-/* What model_forward() refuses before a kernel sees it, and that its draws are those of its logits.
+/* What model_forward() refuses before a kernel sees it, that its draws are those of its logits, and
+ * that layers which repeat others are those layers.
  * What it computes: tests/golden. TOW_TEST_DEVICE=cuda:0: on that device. */
 #include "tests/support/check.h"
 #include "tests/support/device.h"
 
 #include "common/base/err.h"
 #include "common/kv/table.h"
+#include "common/model/checkpoint.h"
 #include "common/model/forward.h"
 #include "common/model/sample.h"
 #include "kernels/dev.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { ROWS = 8, PAGES = 3 };
 
@@ -267,6 +271,160 @@ static void test_model_forward__fp8_products_are_refused_where_there_are_none(vo
     assert_null(m);
 }
 
+/* ------------------------------------------------------------------ repeated layers */
+
+/* dir/config.json with `from` replaced by `to`, to out_dir. */
+static void copy_config(const char *dir, const char *out_dir, const char *const (*edits)[2],
+                        int n_edits)
+{
+    char path[300], text[8192], *at;
+    snprintf(path, sizeof path, "%s/config.json", dir);
+    FILE *f = fopen(path, "rb");
+    assert_non_null(f);
+    size_t n = fread(text, 1, sizeof text - 1, f);
+    fclose(f);
+    text[n] = 0;
+    snprintf(path, sizeof path, "%s/config.json", out_dir);
+    f = fopen(path, "wb");
+    assert_non_null(f);
+    for (int i = 0; i < n_edits; i++) {
+        const size_t was = strlen(edits[i][0]), is = strlen(edits[i][1]);
+        if (!(at = strstr(text, edits[i][0]))) fail_msg("no %s in config.json", edits[i][0]);
+        assert_true(n + is - was < sizeof text);
+        memmove(at + is, at + was, n - (size_t)(at - text) - was + 1);
+        memcpy(at, edits[i][1], is);
+        n += is - was;
+    }
+    assert_int_equal(fwrite(text, 1, n, f), n);
+    fclose(f);
+}
+
+/* The tensors of dir, and those of layers from .. n-1 once more as the layers that follow. */
+static void copy_tensors(const char *dir, const char *out_dir, int from, int n, int n_all)
+{
+    struct model_checkpoint *ck;
+    struct model_safetensors_writer *w;
+    struct tow_err err = {0};
+    static char names[4096][128];
+    char path[300];
+    int n_names = 0;
+    if (model_checkpoint_open(&ck, dir, &err) < 0) fail_msg("%s", err.msg);
+    assert_int_equal(model_safetensors_writer_new(&w, &err), 0);
+    for (size_t i = 0; i < model_checkpoint_count(ck); i++) {
+        const struct model_tensor *t = model_checkpoint_at(ck, i);
+        int layer, rest = 0;
+        if (model_safetensors_writer_add(w, t->name, t->dtype, t->n_dims, t->dims, t->data, &err) <
+            0)
+            fail_msg("%s", err.msg);
+        if (sscanf(t->name, "layers.%d.%n", &layer, &rest) != 1 || layer < from) continue;
+        for (int to = layer + n - from; to < n_all; to += n - from) {
+            assert_true(n_names < 4096);
+            snprintf(names[n_names], sizeof names[0], "layers.%d.%s", to, t->name + rest);
+            if (model_safetensors_writer_add(w, names[n_names++], t->dtype, t->n_dims, t->dims,
+                                             t->data, &err) < 0)
+                fail_msg("%s", err.msg);
+        }
+    }
+    snprintf(path, sizeof path, "%s/model.safetensors", out_dir);
+    if (model_safetensors_writer_write(w, path, &err) < 0) fail_msg("%s", err.msg);
+    model_safetensors_writer_free(w);
+    model_checkpoint_close(ck);
+}
+
+/* A prompt of several rows and a row after it, in a model of n_layers; what the logits are. */
+static float *logits_of(const char *dir, const struct model_options *form, int32_t n_layers,
+                        size_t *n)
+{
+    enum { PROMPT = 7 };
+    struct model *m;
+    struct tow_err err = {0};
+    struct model_options o = *form;
+    int32_t ids[PROMPT] = {3, 17, 29, 5, 3, 80, 41};
+    uint32_t pages[] = {0};
+    o.device = test_device();
+    o.n_threads = 1;
+    o.max_rows = PROMPT;
+    o.n_layers = n_layers;
+    if (model_open(&m, dir, &o, &err) < 0) fail_msg("%s", err.msg);
+    struct kern_dev *dev = model_peek_dev(m);
+    const struct kern_kv_layout *l = model_peek_layout(m);
+    const int32_t V = model_peek_weights(m)->shape.V;
+    uint8_t *pool = kern_dev_alloc(dev, (size_t)l->page_bytes),
+            *tail = kern_dev_alloc(dev, (size_t)l->tail_bytes);
+    float *logits = malloc((PROMPT + 1) * (size_t)V * sizeof *logits);
+    const int32_t rows[PROMPT] = {0, 1, 2, 3, 4, 5, 6};
+    assert_true(pool && tail && logits);
+    for (int i = 0; i < 2; i++) {
+        const struct kern_seq q = {.n_rows = i ? 1 : PROMPT,
+                                   .pos0 = i ? PROMPT : 0,
+                                   .page_ids = pages,
+                                   .n_pages = 1,
+                                   .tail = tail,
+                                   .topk = 4};
+        const struct model_batch b = {.ids = ids,
+                                      .T = q.n_rows,
+                                      .seqs = &q,
+                                      .n_seqs = 1,
+                                      .pages = pool,
+                                      .n_pages = 1,
+                                      .logit_rows = rows,
+                                      .n_logit_rows = q.n_rows,
+                                      .logits = logits + i * PROMPT * (size_t)V};
+        if (model_forward(m, &b, &err) < 0) fail_msg("%s", err.msg);
+    }
+    kern_dev_free(dev, pool);
+    kern_dev_free(dev, tail);
+    model_close(m);
+    *n = (PROMPT + 1) * (size_t)V;
+    return logits;
+}
+
+/* 7 and 8 layers of 3 and 4: the second round of repeats is a whole one, and one cut short. */
+static void test_model_forward__repeated_layers_are_those_written_again(void **state)
+{
+    (void)state;
+    static const struct {
+        const char *dir, *edits[2][2];
+        int from, n, n_all;
+        struct model_options o;
+    } forms[] = {{"tests/golden/data/exact-bf16/checkpoint",
+                  {{"\"num_hidden_layers\": 4", "\"num_hidden_layers\": 8"},
+                   {"4,\n    128,\n    4,\n", "4, 128, 4, 4, 128, 4, 4,"}},
+                  1,
+                  4,
+                  8,
+                  {.exact = true, .kv_fmt = KERN_KV_F32, .ik_fmt = KERN_IK_F32}},
+                 {"tests/golden/data/native/checkpoint",
+                  {{"\"num_hidden_layers\": 3", "\"num_hidden_layers\": 7"},
+                   {"4,\n    128,\n", "4, 128, 4, 128, 4, 128,"}},
+                  1,
+                  3,
+                  7,
+                  {.kv_fmt = KERN_KV_FP8, .ik_fmt = KERN_IK_FP4, .expert_aq = KERN_AQ_A128}}};
+    for (size_t f = 0; f < sizeof forms / sizeof *forms; f++) {
+        char dir[] = "/tmp/towpath-layers-XXXXXX", path[64];
+        size_t n, n_written, n_short;
+        assert_non_null(mkdtemp(dir));
+        copy_config(forms[f].dir, dir, forms[f].edits, 2);
+        copy_tensors(forms[f].dir, dir, forms[f].from, forms[f].n, forms[f].n_all);
+        float *repeated = logits_of(forms[f].dir, &forms[f].o, forms[f].n_all, &n),
+              *written = logits_of(dir, &forms[f].o, 0, &n_written),
+              *few = logits_of(forms[f].dir, &forms[f].o, 0, &n_short);
+        assert_int_equal(n, n_written);
+        assert_memory_equal(repeated, written, n * sizeof *written);
+        assert_int_equal(n, n_short);
+        assert_memory_not_equal(few, written, n * sizeof *written);
+        free(repeated);
+        free(written);
+        free(few);
+        snprintf(path, sizeof path, "%s/config.json", dir);
+        unlink(path);
+        snprintf(path, sizeof path, "%s/model.safetensors", dir);
+        unlink(path);
+        rmdir(dir);
+    }
+}
+
 int main(void)
 {
     const int absent = test_device_there(test_device());
@@ -277,6 +435,7 @@ int main(void)
         cmocka_unit_test(test_model_forward__rows_must_be_in_order_and_within_the_scratch),
         cmocka_unit_test(test_model_forward__fp8_products_are_refused_where_there_are_none),
         cmocka_unit_test(test_model_forward__draws_are_those_of_its_logits),
+        cmocka_unit_test(test_model_forward__repeated_layers_are_those_written_again),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -614,6 +614,68 @@ static void test_fingerprint__says_form_shape_and_revision_not_sharding(void **s
     ckpt_fini(&a);
 }
 
+static void test_weights__repeated_layers_are_views_of_others(void **state)
+{
+    (void)state;
+    struct ckpt c;
+    struct tow_err err = {0};
+    struct model_weights *w = NULL, *as_stored;
+    char once[MODEL_FINGERPRINT_CHARS], again[MODEL_FINGERPRINT_CHARS];
+    struct model_weights_options o = {.n_layers = 6};
+    ckpt_init(&c, CKPT_NATIVE); /* layers 0 (by token id), 4, 6 and an MTP block */
+    ckpt_write(&c, 1);
+    as_stored = loads(&c);
+    if (model_weights_open(&w, c.dir, &o, &err) < 0) fail_msg("%s", err.msg);
+    static const int32_t ratios[] = {0, 4, 6, 4, 6, 4, 0};
+    assert_int_equal(w->shape.n_layers, 6);
+    assert_int_equal(w->shape.n_mtp, 1);
+    assert_int_equal(w->report.n_stored, 3);
+    assert_int_equal(w->report.n_found, c.n);
+    assert_int_equal(w->report.n_unused, 0);
+    for (int i = 0; i < 7; i++) {
+        assert_int_equal(w->shape.ratios[i], ratios[i]);
+        assert_int_equal(w->layers[i].ratio, ratios[i]);
+        assert_int_equal(w->shape.hashed[i], i == 0);
+    }
+    for (int i = 3; i < 6; i++) {
+        const struct model_layer *y = &w->layers[i], *of = &w->layers[i - 2];
+        assert_ptr_equal(y->wq_b.data, of->wq_b.data);
+        assert_ptr_equal(y->w2[3].data, of->w2[3].data);
+        /* Placing is by these arrays, and changes them. */
+        assert_ptr_not_equal(y->w1, of->w1);
+        assert_ptr_not_equal(y->w2, of->w2);
+        assert_ptr_not_equal(y->w3, of->w3);
+    }
+    same_bytes(w->layers[6].sink, &c, "mtp.0.attn.attn_sink", 0, 16);
+    model_weights_fingerprint(as_stored, once);
+    model_weights_fingerprint(w, again);
+    assert_string_not_equal(once, again);
+    model_weights_close(w);
+    model_weights_close(as_stored);
+
+    o.n_layers = 3; /* as many as there are */
+    if (model_weights_open(&w, c.dir, &o, &err) < 0) fail_msg("%s", err.msg);
+    assert_int_equal(w->shape.n_layers, 3);
+    model_weights_close(w);
+    o.n_layers = 2;
+    refused_with(&c, &o, (const char *const[]){"layers 2: not in 3..255", NULL});
+    o.n_layers = 256;
+    refused_with(&c, &o, (const char *const[]){"layers 256: not in 3..255", NULL});
+    o.n_layers = -1;
+    refused_with(&c, &o, (const char *const[]){"layers -1: not in 3..255", NULL});
+    ckpt_fini(&c);
+
+    ckpt_init(&c, CKPT_NATIVE);
+    const char field[] = "\"num_hash_layers\": ";
+    char *at = strstr(c.config, field);
+    assert_non_null(at);
+    at[strlen(field)] = '3';
+    ckpt_write(&c, 1);
+    o.n_layers = 4;
+    refused_with(&c, &o, (const char *const[]){"layers 4: the last of 3 routes by token id", NULL});
+    ckpt_fini(&c);
+}
+
 static void test_weights__an_empty_or_absent_folder_is_refused(void **state)
 {
     (void)state;
@@ -649,6 +711,7 @@ int main(void)
         cmocka_unit_test(test_weights__f16_and_misaligned_vectors_are_widened),
         cmocka_unit_test(test_weights__a_tensor_under_both_names_is_refused),
         cmocka_unit_test(test_fingerprint__says_form_shape_and_revision_not_sharding),
+        cmocka_unit_test(test_weights__repeated_layers_are_views_of_others),
         cmocka_unit_test(test_weights__an_empty_or_absent_folder_is_refused),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
