@@ -242,6 +242,10 @@ GPU_BENCHES := $(if $(CU_SRC),$(patsubst tests/gpu/%.c,$(B)/bench/gpu/%,$(wildca
 $(B)/bench/gpu/%: $(B)/obj/tests/gpu/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) $(LIBS_all)
+# The trace of bench_step.
+ifneq ($(wildcard $(dir $(NVCC))../include/cupti.h),)
+$(B)/obj/tests/gpu/bench_step.o: CFLAGS += -DTOW_CUPTI=1 -isystem $(dir $(NVCC))../include
+endif
 gpu-bench: all $(GPU_BENCHES)
 	@for b in $(GPU_BENCHES); do $$b || [ $$? -eq 77 ] || exit 1; done
 	@python3 tests/gpu/peers.py $(PEERS) || [ $$? -eq 77 ]

@@ -3,6 +3,10 @@
  *
  * The checkpoint has random weights and as many layers of the released shape as its maker was told:
  *     python3 tests/support/make_checkpoint.py /tmp/flash --preset flash --layers 6
+ * --layers N runs N layers of it: those it does not have repeat its own behind the hash-routed ones
+ * in turn, each with its own memory on the device (struct model_weights_options). --layers most: as
+ * many as the device holds besides what passes need and --pages-gb, which is measured with the
+ * checkpoint's own layers first.
  *
  * Prefill   One sequence from position 0, chunk by chunk. What it leaves in its pages and its tail
  *           is then copied to those of all other sequences, so that decode at any context reads
@@ -16,6 +20,9 @@
  * Ops       A pass apart, op by op: every op is waited for, less what waiting for an op of no work
  *           costs. It runs without graphs. The quickest of OP_PASSES; gaps are rest less the sum of
  *           ops.
+ * Trace     With --trace, after the tables: a chunk and a few steps once more under CUPTI. Time is
+ *           split into kernels (where any runs), gaps between them, and what is before the first
+ *           and after the last; with the kernels that take most.
  * Floors    Per op, bytes / copy bandwidth of the same run or FLOPs / ceiling, whichever is larger;
  *           bytes are weights, entries and keys seen, and activations in and out. Of experts those
  *           that the pass did hit count; their number stands beside what uniform routing would hit.
@@ -24,17 +31,22 @@
  *
  * usage: bench_step CHECKPOINT [--device cuda:0] [--prefill 65536] [--chunk 8192]
  *                   [--batches 1,32,128] [--contexts 8192,65536] [--steps 15]
+ *                   [--layers N|most] [--pages-gb 40] [--products bf16|fp8] [--trace 0|1]
  *                   [--bf16 780] [--fp8 1500]
- * --prefill 0 or --batches 0 leave a section out; --bf16, --fp8: ceilings in TFLOP/s.
+ * --prefill 0 or --batches 0 leave a section out; --pages-gb: most for pages and tails, which
+ * sequences share where they need more; --bf16, --fp8: ceilings in TFLOP/s.
  */
 #include "common/model/forward.h"
 #include "common/model/sample.h"
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
+#include "tests/gpu/trace.h"
 
 #include <math.h>
 
+#define SPARE 1.5e9 /* bytes that stay free beside the pool: graphs, the driver's own */
 enum {
+    MOST_LAYERS = -1,
     MAX_LIST = 8,
     MAX_CASES = 2 + MAX_LIST * MAX_LIST,
     MAX_SLOTS = 64,
@@ -44,7 +56,6 @@ enum {
     /* Sequences stand at context .. context + SPREAD - 1, so that few finish a group at once. */
     SPREAD = 128
 };
-static const double PAGES_MOST = 40e9; /* bytes of pages before sequences share them */
 
 /* ------------------------------------------------------------------ what is measured */
 
@@ -62,7 +73,8 @@ struct slot {
 /* One column. */
 struct one_case {
     char name[24];
-    int32_t T;
+    int32_t T, n_rows;
+    int64_t pos;
     double step, read, ops, floor; /* seconds; read: logits to the host, 0: not taken off */
     double greedy, random;         /* steps that draw; NaN: not measured */
     double experts;                /* mean hit in a layer */
@@ -451,6 +463,9 @@ static struct {
     int32_t chunk, prefill, steps;
     int32_t batches[MAX_LIST], contexts[MAX_LIST];
     int n_batches, n_contexts;
+    int32_t layers; /* 0: the checkpoint's */
+    double pages_bytes;
+    bool fp8, trace;
 } opt = {.device = "cuda:0",
          .chunk = 8192,
          .prefill = 65536,
@@ -458,7 +473,8 @@ static struct {
          .batches = {1, 32, 128},
          .n_batches = 3,
          .contexts = {8192, 65536},
-         .n_contexts = 2};
+         .n_contexts = 2,
+         .pages_bytes = 40e9};
 
 static struct {
     uint8_t *pages, *tails;
@@ -474,6 +490,7 @@ static struct {
     struct model_draw *draws; /* [n_seqs] */
     bool drawing;             /* tokens, no logits */
     bool shared;
+    int64_t tokens; /* most of a sequence */
 } seqs;
 
 static void fail(const char *what, const struct tow_err *err)
@@ -496,31 +513,24 @@ static int32_t most(const int32_t *v, int n, int32_t least)
     return least;
 }
 
+/* All but the pool; every page of every sequence is the first. */
 static void make_sequences(void)
 {
     const struct kern_kv_layout *l = model_peek_layout(model);
     const int32_t V = model_peek_weights(model)->shape.V;
     const int32_t n = most(opt.batches, opt.n_batches, 1);
-    const int64_t tokens = most(opt.contexts, opt.n_batches ? opt.n_contexts : 0, opt.prefill);
     const int32_t rows = most(opt.batches, opt.n_batches, opt.chunk);
     uint64_t seed = 0x9e3779b97f4a7c15u;
 
+    memset(&seqs, 0, sizeof seqs);
     seqs.n_seqs = n;
-    seqs.seq_pages = (int32_t)kern_kv_pages_for(tokens + SPREAD + 3 * MAX_STEPS + 4 * WARM_STEPS,
-                                                l->page_tokens);
-    double pages = (double)n * seqs.seq_pages;
-    const double room = kern_dev_host_memory(B.dev) ? 2e9 : PAGES_MOST;
-    const uint32_t own = (uint32_t)seqs.seq_pages + 2 * (uint32_t)n;
-    if (pages * (double)l->page_bytes > room) {
-        pages = floor(room / (double)l->page_bytes);
-        if (pages < own) pages = own;
-        seqs.shared = true;
-    }
-    seqs.n_pages = (uint32_t)pages;
-    seqs.pages = kern_dev_alloc(B.dev, (size_t)seqs.n_pages * (size_t)l->page_bytes);
+    seqs.tokens = most(opt.contexts, opt.n_batches ? opt.n_contexts : 0,
+                       opt.prefill ? opt.prefill : opt.chunk);
+    seqs.seq_pages = (int32_t)kern_kv_pages_for(
+        seqs.tokens + SPREAD + 3 * MAX_STEPS + 4 * WARM_STEPS, l->page_tokens);
     seqs.tails = kern_dev_alloc(B.dev, (size_t)n * (size_t)l->tail_bytes);
     seqs.dev_logits = kern_dev_alloc(B.dev, (size_t)n * (size_t)V * sizeof(float));
-    if (!seqs.pages || !seqs.tails || !seqs.dev_logits) fail("no device memory for pages", NULL);
+    if (!seqs.tails || !seqs.dev_logits) fail("no device memory for tails", NULL);
     seqs.tables = host((double)n * seqs.seq_pages * sizeof *seqs.tables);
     seqs.ids = host((double)rows * sizeof *seqs.ids);
     seqs.rows = host((double)rows * sizeof *seqs.rows);
@@ -532,6 +542,41 @@ static void make_sequences(void)
         seqs.rows[i] = i;
         seqs.ids[i] = (int32_t)((bench_next(&seed) >> 33) % (uint64_t)V);
     }
+}
+
+static void free_sequences(void)
+{
+    kern_dev_free(B.dev, seqs.pages);
+    kern_dev_free(B.dev, seqs.tails);
+    kern_dev_free(B.dev, seqs.dev_logits);
+    free(seqs.tables);
+    free(seqs.ids);
+    free(seqs.rows);
+    free(seqs.logits);
+    free(seqs.q);
+    free(seqs.draws);
+    free(timing.choice);
+}
+
+/* The pool, of what memory is left. */
+static void make_pool(void)
+{
+    const struct kern_kv_layout *l = model_peek_layout(model);
+    const int32_t n = seqs.n_seqs;
+    const bool on_host = kern_dev_host_memory(B.dev);
+    const double left = on_host ? 2e9 : (double)kern_dev_free_bytes(B.dev) - SPARE;
+    double room = opt.pages_bytes - (double)n * (double)l->tail_bytes;
+    double pages = (double)n * seqs.seq_pages;
+    const double own = seqs.seq_pages + 2.0 * n;
+    if (room > left) room = left;
+    if (pages * (double)l->page_bytes > room) {
+        pages = floor(room / (double)l->page_bytes);
+        if (pages < own) pages = own;
+        seqs.shared = true;
+    }
+    seqs.n_pages = (uint32_t)pages;
+    seqs.pages = kern_dev_alloc(B.dev, (size_t)seqs.n_pages * (size_t)l->page_bytes);
+    if (!seqs.pages) fail("no device memory for pages", NULL);
     for (int64_t i = 0; i < (int64_t)n * seqs.seq_pages; i++)
         seqs.tables[i] = (uint32_t)(i % seqs.n_pages);
 }
@@ -601,6 +646,20 @@ static double pass(int32_t n, int32_t n_rows, int64_t pos, bool plain)
     return bench_now() - begin;
 }
 
+/* The largest passes once, over a pool of one page, so that they have what memory they take. */
+static void rehearse(void)
+{
+    const struct kern_kv_layout *l = model_peek_layout(model);
+    if (kern_dev_host_memory(B.dev)) return;
+    seqs.pages = kern_dev_alloc(B.dev, (size_t)l->page_bytes);
+    seqs.n_pages = 1;
+    if (!seqs.pages) fail("no device memory for a page", NULL);
+    pass(1, opt.chunk, seqs.tokens - opt.chunk, false);
+    for (int k = 0; k < opt.n_batches; k++) pass(opt.batches[k], 1, seqs.tokens, true);
+    kern_dev_free(B.dev, seqs.pages);
+    seqs.pages = NULL;
+}
+
 static int bad_logits(int32_t n)
 {
     const int64_t V = model_peek_weights(model)->shape.V;
@@ -662,10 +721,12 @@ static void say(const struct one_case *c)
     fflush(stdout);
 }
 
-static int new_case(int32_t T)
+static int new_case(int32_t n, int32_t n_rows, int64_t pos)
 {
     if (n_cases == MAX_CASES) fail("too many cases", NULL);
-    cases[n_cases].T = T;
+    cases[n_cases].T = n * n_rows;
+    cases[n_cases].n_rows = n_rows;
+    cases[n_cases].pos = pos;
     return n_cases++;
 }
 
@@ -687,7 +748,7 @@ static void bench_prefill(void)
         const double t = pass(1, opt.chunk, (int64_t)i * opt.chunk, false);
         whole += t;
         if (i != 0 && i != n_chunks - 1) continue;
-        const int c = new_case(opt.chunk);
+        const int c = new_case(1, opt.chunk, (int64_t)i * opt.chunk);
         name_of(cases[c].name, sizeof cases[c].name, "P", opt.chunk, (int64_t)(i + 1) * opt.chunk);
         cases[c].step = t;
         cases[c].greedy = cases[c].random = NAN;
@@ -730,7 +791,7 @@ static void bench_decode(int32_t n, int64_t context)
     static const struct model_sampling greedy = {.top_p = 1, .n_logprobs = -1},
                                        random = {
                                            .temperature = 0.6f, .top_p = 0.95f, .n_logprobs = 5};
-    const int c = new_case(n);
+    const int c = new_case(n, 1, context);
     int64_t pos = context;
     name_of(cases[c].name, sizeof cases[c].name, "B", n, context);
     cases[c].step = median_step(n, &pos);
@@ -889,6 +950,59 @@ static void print_ops(void)
     }
 }
 
+/* ------------------------------------------------------------------ trace */
+
+static int by_time(const void *a, const void *b)
+{
+    const struct trace_kernel *x = a, *y = b;
+    return (x->seconds < y->seconds) - (x->seconds > y->seconds);
+}
+
+/* Steps as they are timed above: graphs where there are any, tokens drawn greedily. */
+static void trace_case(const struct one_case *c)
+{
+    enum { STEPS = 4, SHOWN = 14 };
+    const bool decode = c->n_rows == 1;
+    const int n = decode ? STEPS : 1, n_seqs = c->T / c->n_rows;
+    int64_t pos = c->pos;
+    struct trace t;
+    double wall = 0;
+    if (decode) own_last_pages(c->pos);
+    seqs.drawing = decode;
+    for (int i = 0; i < WARM_STEPS; i++) pass(n_seqs, c->n_rows, decode ? pos++ : pos, false);
+    const bool began = trace_begin();
+    if (began) pass(n_seqs, c->n_rows, decode ? pos++ : pos, false); /* the tracer takes memory */
+    for (int i = 0; i < n && began; i++) {
+        trace_pass_begin();
+        wall += pass(n_seqs, c->n_rows, decode ? pos++ : pos, false);
+        trace_pass_end();
+    }
+    seqs.drawing = false;
+    if (!began || !trace_end(&t)) {
+        printf("trace of %s: none\n", c->name);
+        return;
+    }
+    printf(
+        "trace of %s, a pass: %.0f us traced, %.0f not; %.0f before the first kernel, %.0f after "
+        "the last; %d kernels take %.0f one by one, %.0f with those at once; %d gaps take %.0f, "
+        "the longest %.1f\n",
+        c->name, wall / n * 1e6, (decode ? c->greedy : c->step) * 1e6, t.before / n * 1e6,
+        t.after / n * 1e6, t.n / n, t.sum / n * 1e6, t.busy / n * 1e6, t.n_gaps / n,
+        t.gaps / n * 1e6, t.longest * 1e6);
+    qsort(t.kernels, (size_t)t.n_kernels, sizeof *t.kernels, by_time);
+    for (int i = 0; i < t.n_kernels && i < SHOWN && t.kernels[i].calls; i++)
+        printf("  %9.1f us in %4d calls of %8.2f us: %s\n", t.kernels[i].seconds / n * 1e6,
+               t.kernels[i].calls / n, t.kernels[i].seconds / t.kernels[i].calls * 1e6,
+               t.kernels[i].name);
+    trace_free(&t);
+}
+
+static void trace_cases(void)
+{
+    if (!trace_open()) return;
+    for (int c = 0; c < n_cases; c++) trace_case(&cases[c]);
+}
+
 /* ------------------------------------------------------------------ opening */
 
 static int numbers(const char *text, int32_t *out)
@@ -927,6 +1041,15 @@ static int read_options(int argc, char **argv)
             good = (opt.n_batches = numbers(value, opt.batches)) >= 0;
         else if (!strcmp(name, "--contexts"))
             good = (opt.n_contexts = numbers(value, opt.contexts)) > 0;
+        else if (!strcmp(name, "--layers"))
+            good = !strcmp(value, "most") ? (opt.layers = MOST_LAYERS) < 0
+                                          : (opt.layers = number(value, 1, MODEL_MAX_LAYERS)) > 0;
+        else if (!strcmp(name, "--pages-gb"))
+            good = (opt.pages_bytes = atof(value) * 1e9) > 0;
+        else if (!strcmp(name, "--products"))
+            good = (opt.fp8 = !strcmp(value, "fp8")) || !strcmp(value, "bf16");
+        else if (!strcmp(name, "--trace"))
+            good = (opt.trace = !strcmp(value, "1")) || !strcmp(value, "0");
         else if (!strcmp(name, "--bf16"))
             good = (peak_bf16 = atof(value) * 1e12) > 0;
         else if (!strcmp(name, "--fp8"))
@@ -950,6 +1073,8 @@ static int copy_call(void *ctx, int i)
 static void measure_copy(void)
 {
     size_t bytes = kern_dev_host_memory(B.dev) ? (size_t)256 << 20 : (size_t)4 << 30;
+    const uint64_t left = kern_dev_free_bytes(B.dev);
+    if (left && bytes > left / 4) bytes = (size_t)(left / 4) & ~(size_t)0xfffff;
     bench_alloc(&B, (double)bytes);
     bench_alloc(&B, (double)bytes);
     const double t = bench_seconds(&B, copy_call, &bytes, 0.05);
@@ -958,51 +1083,100 @@ static void measure_copy(void)
     B.copy_bytes = 2 * (double)bytes / t;
 }
 
-static void open_all(const char *dir)
+/* The model, and sequences without a pool, after passes have taken their memory. */
+static void open_model(const char *dir, int32_t n_layers)
 {
     struct tow_err err = {0};
-    const double begin = bench_now();
     const struct model_options o = {.device = opt.device,
                                     .kv_fmt = KERN_KV_FP8,
                                     .ik_fmt = KERN_IK_FP4,
                                     .expert_aq = KERN_AQ_A128,
+                                    .fp8_products = opt.fp8,
+                                    .n_layers = n_layers,
                                     .max_rows = most(opt.batches, opt.n_batches, opt.chunk),
                                     .wrap_ops = wrap};
     if (model_open(&model, dir, &o, &err) < 0) fail("open", &err);
-    const double opened = bench_now() - begin;
     B.dev = model_peek_dev(model);
     B.s = kern_dev_stream(B.dev);
     B.ops = real_ops;
-    measure_copy();
-    timing.wait = cost_of_waiting();
     make_sequences();
-    const struct model_weights *w = model_peek_weights(model);
-    const struct kern_kv_layout *l = model_peek_layout(model);
-    printf("%s: %d layers, %.2f GB in files, opened in %.1f s; copy %.0f GB/s read and written; "
-           "ceilings "
-           "bf16 %.0f, fp8 %.0f TFLOP/s; waiting for an op %.1f us (taken off)\n",
-           kern_dev_isa(B.dev), w->shape.n_layers, (double)w->report.file_bytes / 1e9, opened,
-           B.copy_bytes / 1e9, peak_bf16 / 1e12, peak_fp8 / 1e12, timing.wait * 1e6);
-    printf("%u pages of %d tokens, %.2f MB each, %.2f GB in all: %s\n", seqs.n_pages,
-           l->page_tokens, (double)l->page_bytes / 1e6,
-           (double)seqs.n_pages * (double)l->page_bytes / 1e9,
-           seqs.shared ? "shared by sequences, but for those being written"
-                       : "each sequence has its own");
+    rehearse();
 }
 
-static void close_all(void)
+static void close_model(void)
 {
-    kern_dev_free(B.dev, seqs.pages);
-    kern_dev_free(B.dev, seqs.tails);
-    kern_dev_free(B.dev, seqs.dev_logits);
-    free(seqs.tables);
-    free(seqs.ids);
-    free(seqs.rows);
-    free(seqs.logits);
-    free(seqs.q);
-    free(seqs.draws);
-    free(timing.choice);
+    free_sequences();
     model_close(model);
+}
+
+/* Bytes that layers n .. take of the device, each: those that repeat, on average. */
+static double layer_bytes(void)
+{
+    const struct model_weights *w = model_peek_weights(model);
+    double sum = 0;
+    int32_t n = 0;
+    for (int32_t i = 0; i < w->shape.n_layers; i++) {
+        const struct model_layer *L = &w->layers[i];
+        const struct kern_weight *const each[] = {
+            &L->wq_a,       &L->wq_b,           &L->wkv,
+            &L->wo_a,       &L->wo_b,           &L->index_wq_b,
+            &L->index_proj, &L->gate,           &L->shared_w1,
+            &L->shared_w2,  &L->shared_w3,      &L->comp.wkv,
+            &L->comp.wgate, &L->index_comp.wkv, &L->index_comp.wgate,
+            &L->hc_attn.fn, &L->hc_ffn.fn};
+        if (w->shape.hashed[i]) continue;
+        n++;
+        for (size_t k = 0; k < sizeof each / sizeof *each; k++)
+            if (each[k]->data) sum += weight_bytes(each[k]);
+        for (int32_t e = 0; e < w->shape.E; e++)
+            sum += weight_bytes(&L->w1[e]) + weight_bytes(&L->w2[e]) + weight_bytes(&L->w3[e]);
+    }
+    return n ? sum / n : 0;
+}
+
+/* How many layers the device holds. */
+static int32_t most_layers(const char *dir)
+{
+    open_model(dir, 0);
+    if (kern_dev_host_memory(B.dev))
+        fail("--layers most: the device has no memory of its own to fill", NULL);
+    const int32_t n = model_peek_weights(model)->shape.n_layers;
+    const double each = layer_bytes() * 1.002; /* alignment, vectors, tables */
+    const double left = (double)kern_dev_free_bytes(B.dev) - SPARE - opt.pages_bytes;
+    int32_t more = each > 0 && left > 0 ? (int32_t)(left / each) : 0;
+    if (n + more > MODEL_MAX_LAYERS) more = MODEL_MAX_LAYERS - n;
+    printf("a layer takes %.2f GB, %.1f GB are free beside %d of them: %d fit with %.1f GB of "
+           "pages\n",
+           each / 1e9, (double)kern_dev_free_bytes(B.dev) / 1e9, n, n + more,
+           opt.pages_bytes / 1e9);
+    close_model();
+    return n + more;
+}
+
+static void open_all(const char *dir)
+{
+    const int32_t n_layers = opt.layers == MOST_LAYERS ? most_layers(dir) : opt.layers;
+    const double begin = bench_now();
+    open_model(dir, n_layers);
+    const double opened = bench_now() - begin;
+    measure_copy();
+    timing.wait = cost_of_waiting();
+    make_pool();
+    const struct model_weights *w = model_peek_weights(model);
+    const struct kern_kv_layout *l = model_peek_layout(model);
+    printf("%s: %d layers, %d of them repeat others, %.2f GB in files, opened in %.1f s; copy %.0f "
+           "GB/s read and written; ceilings bf16 %.0f, fp8 %.0f TFLOP/s; products %s; waiting for "
+           "an op %.1f us (taken off)\n",
+           kern_dev_isa(B.dev), w->shape.n_layers, w->shape.n_layers - w->report.n_stored,
+           (double)w->report.file_bytes / 1e9, opened, B.copy_bytes / 1e9, peak_bf16 / 1e12,
+           peak_fp8 / 1e12, opt.fp8 ? "fp8" : "bf16", timing.wait * 1e6);
+    printf("%u pages of %d tokens, %.2f MB each, %.2f GB in all: %s; tails of %.2f MB; %.1f GB of "
+           "the device stay free\n",
+           seqs.n_pages, l->page_tokens, (double)l->page_bytes / 1e6,
+           (double)seqs.n_pages * (double)l->page_bytes / 1e9,
+           seqs.shared ? "shared by sequences, but for those being written"
+                       : "each sequence has its own",
+           (double)l->tail_bytes / 1e6, (double)kern_dev_free_bytes(B.dev) / 1e9);
 }
 
 int main(int argc, char **argv)
@@ -1034,7 +1208,8 @@ int main(int argc, char **argv)
     putchar('\n');
     print_cases();
     print_ops();
+    if (opt.trace) trace_cases();
     for (int c = 0; c < n_cases; c++) bad += cases[c].bad_logits;
-    close_all();
+    close_model();
     return bad > 0;
 }
