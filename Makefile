@@ -104,7 +104,7 @@ part = $(filter-out $(1)/main.c,$(call srcs,$(1)))
 PROG_PART_OBJS := $(call objs,$(call part,router) $(call part,prefill) $(call part,decode) $(call part,deploy/ctl))
 
 .DEFAULT_GOAL := all
-.PHONY: all help clean test tests-build unit-test kernels-test golden-test cluster-test fault-test gpu-test gpu-bench fuzz fuzz-build \
+.PHONY: all help clean test tests-build unit-test kernels-test golden-test cluster-test fault-test gpu-test gpu-sanitize gpu-bench fuzz fuzz-build \
         asan tsan bench format format-check lint check-includes install demo
 # Objects made on the way to a test are kept, or every run would compile them again.
 .SECONDARY:
@@ -118,6 +118,7 @@ help:
 	@echo "unit-test kernels-test golden-test fault-test gpu-test cluster-test    one kind of them"
 	@echo "asan tsan         the C tests under sanitizers"
 	@echo "gpu-test gpu-bench    what needs a CUDA device: ops against their twins, goldens; times against floors"
+	@echo "gpu-sanitize      the GPU tests under compute-sanitizer: memcheck, racecheck, initcheck (TOOLS=racecheck: one of them)"
 	@echo "fuzz              every fuzzer for FUZZ_SECONDS (default 20) each"
 	@echo "bench             benchmarks, as ratios to ceilings measured in the same run"
 	@echo "check-includes    every #include points down the stack of layers"
@@ -216,6 +217,8 @@ tests-build: $(TEST_BINS) $(HELPER_BINS)
 unit-test kernels-test golden-test fault-test gpu-test: %-test: all
 	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/% $(if $(filter gpu,$*),$(B)/test/golden/% $(B)/test/kernels/%_golden_test $(B)/test/unit/model_forward_test),$(TEST_BINS))
 	@sh tests/run.sh $(B) $*
+gpu-sanitize: $(filter $(B)/test/gpu/%,$(TEST_BINS))
+	@sh tests/gpu/sanitize.sh $(B) $(TOOLS)
 cluster-test: all $(HELPER_BINS)
 	@sh tests/run.sh $(B) cluster
 test: all tests-build

@@ -443,7 +443,7 @@ static void test_prepare__has_the_bits_of_its_ops(void **state)
         }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     struct tow_err err = {0};
     if (kern_dev_open(&dev, "cuda:0", 0, &err) < 0) return test_no_device(&err);
@@ -453,6 +453,7 @@ int main(void)
         cmocka_unit_test_teardown(test_linears__has_the_bits_of_its_products, clear),
         cmocka_unit_test_teardown(test_prepare__has_the_bits_of_its_ops, clear),
     };
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     kern_dev_close(dev);
     return rc;

@@ -187,7 +187,7 @@ static void test_passes__beyond_what_was_planned_fail_alone(void **state)
     close_world(&w);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     const int absent = test_device_there(spec());
     if (absent) return absent;
@@ -205,5 +205,6 @@ int main(void)
         tests[1 + i] =
             (struct CMUnitTest){served[i].name, test_passes__take_no_memory_after_the_seal, NULL,
                                 NULL, (void *)(uintptr_t)&served[i]};
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     return cmocka_run_group_tests_name("gpu/memory", tests, NULL, NULL);
 }

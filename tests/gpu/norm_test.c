@@ -841,7 +841,7 @@ static void test_cache__nan_stays_in_its_entry(void **state)
     nan_case(128);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     struct tow_err err = {0};
     if (kern_dev_open(&sides[GPU].dev, "cuda:0", 0, &err) < 0) return test_no_device(&err);
@@ -865,6 +865,7 @@ int main(void)
         cmocka_unit_test_teardown(test_cache__pages_lie_beyond_four_gib, clear),
         cmocka_unit_test_teardown(test_cache__nan_stays_in_its_entry, clear),
     };
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     for (int i = 0; i < SIDES; i++) kern_dev_close(sides[i].dev);
     return rc;

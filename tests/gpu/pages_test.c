@@ -279,7 +279,7 @@ static void test_seal__refuses_growth_and_goes_on(void **state)
     kern_dev_close(own);
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     struct tow_err err = {0};
     if (kern_dev_open(&dev, spec(), 1, &err) < 0) return test_no_device(&err);
@@ -290,6 +290,7 @@ int main(void)
         cmocka_unit_test(test_copies__go_both_ways_and_tell),
         cmocka_unit_test(test_pin__lends_memory_to_ops_or_says_why_not),
         cmocka_unit_test(test_seal__refuses_growth_and_goes_on)};
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     const int failed = cmocka_run_group_tests_name("gpu/pages", tests, NULL, NULL);
     kern_dev_close(dev);
     return failed;

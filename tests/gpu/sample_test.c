@@ -298,7 +298,7 @@ static void test_read__brings_every_byte(void **state)
     }
 }
 
-int main(void)
+int main(int argc, char **argv)
 {
     struct tow_err err = {0};
     /* TOW_TEST_DEVICE=cpu tries the test itself. */
@@ -320,6 +320,7 @@ int main(void)
         cmocka_unit_test(test_sample__may_be_repeated_with_other_logits),
         cmocka_unit_test(test_read__brings_every_byte),
     };
+    if (argc > 1) cmocka_set_test_filter(argv[1]);
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     for (int i = 0; i < SIDES; i++) kern_dev_close(sides[i].dev);
     return rc;
