@@ -134,11 +134,21 @@ static int attention_by_chance(struct kern_stream *s, const struct kern_attentio
     return rc;
 }
 
+/* attend, by the ops it is made of (same bits), of which attention has the fault. */
+static int attend_apart(struct kern_stream *s, const struct kern_attend *p)
+{
+    int rc = faulty.attention(s, &p->attention);
+    if (rc == 0) rc = good.heads_rope(s, &p->back);
+    if (rc == 0) rc = good.linear(s, &p->wo_a);
+    return rc == 0 ? good.linear(s, &p->wo_b) : rc;
+}
+
 #define FAULT(fn, op, with)                                                                        \
     static const struct kern_ops *fn(const struct kern_ops *of_device)                             \
     {                                                                                              \
         good = faulty = *of_device;                                                                \
         faulty.op = with;                                                                          \
+        faulty.attend = attend_apart;                                                              \
         return &faulty;                                                                            \
     }
 FAULT(wrap_beside, attention, attention_beside)
