@@ -1,8 +1,9 @@
 /* tests/gpu/bench_gemm.c - dense products at the shapes of V4-Flash, decode and prefill: time
  * against the bytes of weights and rows, or the FLOPs at what the matrix unit reaches (in bf16
  * TOW_BENCH_TFLOPS; else what bench.h says of an H200). fp8: products by codes; late: they do not
- * begin while rows are quantized; mma: not by wgmma. "before wq_b": the products that are one op;
- * "codes given": products of many rows by codes, without and with quantizing.
+ * begin while rows are quantized; mma: not by wgmma; in a graph: one after the other, as a step of
+ * decode has them. "before wq_b": the products that are one op; "codes given": products of many
+ * rows by codes, without and with quantizing.
  * TOW_BENCH_ROWS: only so many rows, as 1,64,8192. */
 #include "kernels/cuda/table.h"
 #include "tests/gpu/bench.h"
@@ -51,6 +52,23 @@ static int call(void *arg, int i)
 {
     struct ctx *c = arg;
     return c->ops->linear(c->s, &c->p[i % c->turns]);
+}
+
+/* All turns as a step of decode has them: each an op of several products, though of one, and all
+ * in a graph. */
+static int enqueue_turns(void *arg)
+{
+    struct ctx *c = arg;
+    int rc = 0;
+    for (int i = 0; i < c->turns && rc == 0; i++)
+        rc = c->ops->linears(c->s, &(struct kern_linears){.each = &c->p[i], .n = 1});
+    return rc;
+}
+static int call_turns(void *arg, int i)
+{
+    struct ctx *c = arg;
+    (void)i;
+    return kern_stream_repeat(c->s, 1, enqueue_turns, arg);
 }
 
 static double weight_bytes(const struct shape *c)
@@ -165,6 +183,17 @@ static void bench_shape(struct bench *b, const struct shape *c, double tflops)
         cuda_wide_products = 1;
         cuda_early_products = 1;
 #endif
+        snprintf(name, sizeof name, "%s in a graph", c->name);
+        if (T <= 8)
+            bench_run(
+                b, &(struct bench_case){.name = name,
+                                        .shape = shape,
+                                        .call = call_turns,
+                                        .ctx = &ctx,
+                                        .bytes = wb + T * (k * 2 + width * kern_dtype_bytes(c->y)),
+                                        .goal = c->decode,
+                                        .ops = ctx.turns});
+        kern_stream_forget(b->s);
         bench_free_all(b);
     }
     for (int i = 0; i < ctx.turns; i++) kern_dev_unplace(b->dev, placed[i].data);
