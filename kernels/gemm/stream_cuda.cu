@@ -1,5 +1,6 @@
-/* kernels/gemm/stream_cuda.cu - up to 8 rows of x times placed fp8 or bf16 weights, several products
- * of the same rows in one launch: the decode product of one to eight rows, of whole blocks of k.
+/* kernels/gemm/stream_cuda.cu - up to 8 rows of x times placed fp8 or bf16 weights, several
+ * products of the same rows in one launch: the decode product of one to eight rows, of whole blocks
+ * of k.
  *
  * What binds is memory, and whatever leaves it idle: launches, and rows of x that are still being
  * made. So a block of threads asks for weights before all else, and takes no more than half of a
@@ -9,9 +10,9 @@
  * waits for another. All block sums are kept in shared memory, and in the end one thread per output
  * adds them in ascending order.
  * Of products one after the other (wo_b: 11.3 us, its bytes 7.9) slower, as timed: 128 blocks for
- * 132 multiprocessors, 13.7 us, for soon some have two blocks of one product and others none; stages
- * filled by the copy engine, and the rest of the weights asked for ahead to the second-level cache,
- * 1 to 2 us more each; twice the bytes under way in a whole multiprocessor, the same.
+ * 132 multiprocessors, 13.7 us, for soon some have two blocks of one product and others none;
+ * stages filled by the copy engine, and the rest of the weights asked for ahead to the second-level
+ * cache, 1 to 2 us more each.
  */
 #include "kernels/gemm/own.cuh"
 
@@ -252,8 +253,10 @@ static size_t bytes_of(const struct cuda_product *p, int64_t n, bool own, bool n
 }
 
 /* Tiles to blocks of threads, one for each multiprocessor, each product with its part of the bytes.
- * If some had none, or two, so would the next product's, and the one after that. *blocks: how many
- * in all. False: it does not fit. */
+ * If some had none, or two, so would the next product's, and the one after that. But what has
+ * groups reads attention's heads, and attention of a row keeps four multiprocessors to itself until
+ * it ends: if these can be done without, they are (wo_a 2.7 us sooner). *blocks: how many in all.
+ * False: it does not fit. */
 static bool plan(const struct kern_stream *s, const struct cuda_set *a, struct job *j,
                  int32_t *blocks, size_t *bytes)
 {
@@ -271,6 +274,7 @@ static bool plan(const struct kern_stream *s, const struct cuda_set *a, struct j
         if (mine < 1) mine = 1;
         if (mine > tiles) mine = tiles;
         const int64_t each = cuda_ceil(tiles, mine);
+        if (p->groups > 1) mine = cuda_ceil(tiles, each);
         if (p->groups > 1 && each > p->N / ROWS) return false; /* of two groups at most */
         q->p = *p;
         q->fmt = a->fmt[i];
