@@ -8,8 +8,8 @@
  *     expand    tile i: y (+ routed), new streams,             each has sixteen columns
  *               which leave by the copy engine
  *     multiply  tile i: the products of a step                 two have a step
- *     norm      tile i - 3: x, to memory                       each has a row
- *     collapse  tile i - 2: x, and its squares, to all blocks
+ *     collapse  tile i - 2: x, and its squares, to all blocks  each has a row
+ *     norm      tile i - 3: x, to memory
  *
  * What all of them must do is done by warps that have no rows,
  *
@@ -266,7 +266,8 @@ template <typename M> static __device__ __forceinline__ void send_sums(const str
 /* ------------------------------------------------------------------ own rows */
 
 /* Some more rounds for comb of the own rows of n tiles, one in each lane. Rounds are counted from 1
- * on; returns the next, or 0 when comb and post are in memory. */
+ * on; returns the next, or 0 when comb and post are in memory. comb is read anew each time: kept in
+ * registers it would have others spilled that the rows' pre waits for, a twentieth of the kernel. */
 template <typename M>
 static __device__ __forceinline__ int32_t balance_rows(const struct kern_hc_boundary &p,
                                                        const struct place &at, M *m, uint32_t first,
