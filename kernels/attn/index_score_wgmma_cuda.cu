@@ -3,11 +3,15 @@
  *
  * The list of tiles is index_score.cuh's, of 64 entries; R rows are a block: one where each has a
  * sequence to itself, else four. A block's queries stand in shared memory, and so does a ring of
- * tiles, some ahead of use, that the copy engine fills. Tiles go to the CTA's warpgroups in turn: a
- * group multiplies when it is its turn, adds up the heads while the others multiply, and finishes
- * and stores a product's scores (exchanges between lanes, each waiting for the last) while its next
- * product is under way. Without turns all groups multiply at once and then all add up (a tenth
- * slower).
+ * tiles, some ahead of use, that the copy engine fills.
+ *
+ * Four rows (`score_tiles`): tiles go to the CTA's warpgroups in turn: a group multiplies when it is
+ * its turn, adds up the heads while the others multiply, and finishes and stores a product's scores
+ * when its next product is nearly done. Without turns all groups multiply at once and then all add
+ * up (a tenth slower). A group's round, from turn to turn, takes longer than the products of all
+ * groups, and any latency in it counts: so sums change hands in shared memory. (A group of helpers
+ * that finished for all others was what all waited for.) One row (`score_rows`): no turns, see
+ * there.
  *
  * Keys that multiply as they lie (bf16; fp8 where products of codes are allowed, cuda_fp8_products)
  * are read by the matrix unit itself. Others are widened on the way to the registers of operand a,
@@ -15,7 +19,7 @@
  * queries are scaled, head by head, by a power of two that the head's weight takes back: exact for
  * queries of fp8, for others with what is 2^-30 of a head's largest. fp4 codes become bf16. So that
  * sixteen bytes are what one thread widens, k is dealt to slots in an order of the format (see
- * `widen`); queries are stored in the same order.
+ * `load_keys`); queries are stored in the same order.
  *
  * A thread has sixteen of 64 heads of two keys: it adds their weighted positive parts in ascending
  * order, then its quad's four. A key's scale (fp8) multiplies the finished sum. Nothing in this
@@ -57,19 +61,21 @@ template <int FMT, bool CODES, int R> struct plan {
     using k = keys<FMT, CODES>;
     static constexpr int GROUPS = R == 1 || CODES ? 4 : 3; /* as many as have the registers */
     static constexpr int THREADS = GROUP * GROUPS;
-    /* The last instructions of a product, during which the next one's turn begins. */
-    static constexpr int TAIL = R == 1 ? 0 : CODES ? 1 : 2;
+    /* The last instructions of a product, during which the next one's turn begins (several rows). */
+    static constexpr int TAIL = 2;
     static constexpr int N = R == 1 ? HEADS : 2 * HEADS; /* columns of a product */
     static constexpr int HALF = N * 128;                 /* bytes: N heads' rows of 128 */
-    /* Tiles under way, a power of two: about 100 KiB, several times what a multiprocessor's share
-     * of the bandwidth needs. */
-    static constexpr int STAGES = FMT == KERN_IK_BF16 ? 8 : 16;
+    /* Tiles under way. For one row 70 KB of a multiprocessor hide memory's latency, and more make
+     * reading slower; several rows' are a power of two. */
+    static constexpr int STAGES =
+        R == 1 ? (FMT == KERN_IK_FP4 ? 12 : 8) : (FMT == KERN_IK_BF16 ? 8 : 16);
     static constexpr int EACH = (STAGES + GROUPS - 1) / GROUPS; /* of a group */
     /* Shared memory; queries and keys from multiples of 1024 on. */
     static constexpr int RING = R * HEADS * k::QUERY;
     static constexpr int SCALES = RING + STAGES * k::KEYS;
     static constexpr int WEIGHTS = SCALES + STAGES * k::SCALES;
-    static constexpr int BYTES = WEIGHTS + R * 4 * WEIGHTS_LD * 4;
+    static constexpr int SUMS = WEIGHTS + R * 4 * WEIGHTS_LD * 4;
+    static constexpr int BYTES = SUMS + THREADS * 16; /* four sums of each thread */
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -87,40 +93,56 @@ template <int GROUPS> static __device__ __forceinline__ void turn_pass(int group
                  : "memory");
 }
 
-/* Where a sequence's tiles come from. */
-template <int FMT, bool CODES, int R> struct key_source {
+/* One row: a group has read a slot of the ring. Its other warps say so, the one that has the next
+ * tile copied there waits for it. Each slot has a barrier: a warp may be tiles ahead of another. */
+static __device__ __forceinline__ void slot_read(int slot)
+{
+    asm volatile("bar.arrive %0, %1;" ::"r"(1 + slot), "n"((int)GROUP) : "memory");
+}
+static __device__ __forceinline__ void slot_wait(int slot)
+{
+    asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"((int)GROUP) : "memory");
+}
+
+/* Starts the copies of a tile, which lies in the part `from` of page `id`, to a slot of the ring. One
+ * thread calls it. A page has 1 << shift tiles, and scales behind its keys. */
+template <int FMT, bool CODES, int R>
+static __device__ __forceinline__ void
+fill_slot(uint8_t *shared, uint32_t stage, uint64_t *full, const CUtensorMap *map, uint32_t shift,
+          int32_t tile, uint32_t id, const uint8_t *from, uint32_t scales)
+{
     using k = keys<FMT, CODES>;
     using l = plan<FMT, CODES, R>;
+    const uint32_t row = ((uint32_t)tile & ((1u << shift) - 1)) * TILE;
+    uint8_t *to = shared + l::RING + stage * k::KEYS;
+    bar_expect(full, k::BYTES);
+    if constexpr (FMT == KERN_IK_FP4) {
+        bulk_load(to, from + row * k::ROW, k::KEYS, full);
+    } else {
+#pragma unroll
+        for (int half = 0; half < k::ROW / 128; half++)
+            stack_load(to + half * (TILE * 128), map, full, half * 128, (int32_t)row, (int32_t)id);
+    }
+    if (k::SCALES)
+        bulk_load(shared + l::SCALES + stage * k::SCALES, from + scales + row * 4, k::SCALES, full);
+}
+/* Where a sequence's tiles come from. */
+template <int FMT, bool CODES, int R> struct key_source {
     const CUtensorMap *map;
     const uint8_t *part; /* in page 0 */
     int64_t page_bytes;
     const uint32_t *ids;
-    uint32_t page_step, shift; /* a page has 1 << shift tiles */
-    uint32_t scales;           /* behind a page's keys */
+    uint32_t page_step, shift, scales;
 
     __device__ __forceinline__ uint32_t page_of(int32_t tile) const
     {
         return __ldg(ids + ((uint32_t)tile >> shift) * page_step);
     }
-    /* Starts the copies of a tile, of page `id`. One thread calls it. */
     __device__ __forceinline__ void fill(uint8_t *shared, uint32_t stage, uint64_t *full,
                                          int32_t tile, uint32_t id) const
     {
-        const uint32_t row = ((uint32_t)tile & ((1u << shift) - 1)) * TILE;
-        const uint8_t *from = part + id * page_bytes;
-        uint8_t *to = shared + l::RING + stage * k::KEYS;
-        bar_expect(full, k::BYTES);
-        if constexpr (FMT == KERN_IK_FP4) {
-            bulk_load(to, from + row * k::ROW, k::KEYS, full);
-        } else {
-#pragma unroll
-            for (int half = 0; half < k::ROW / 128; half++)
-                stack_load(to + half * (TILE * 128), map, full, half * 128, (int32_t)row,
-                           (int32_t)id);
-        }
-        if (k::SCALES)
-            bulk_load(shared + l::SCALES + stage * k::SCALES, from + scales + row * 4, k::SCALES,
-                      full);
+        fill_slot<FMT, CODES, R>(shared, stage, full, map, shift, tile, id, part + id * page_bytes,
+                                 scales);
     }
 };
 
@@ -139,46 +161,55 @@ static __device__ __forceinline__ void e4m3x4_f16(uint32_t codes, uint32_t *lo, 
         : "r"(codes));
 }
 
-/* Operand a of a warp's 16 keys. Slots: of a thread c of a quad, the lower ones are 2 c, 2 c + 1,
- * the upper ones 8 behind.
+/* Operand a of a warp's 16 keys: as they lie, or widened. Slots: of a thread c of a quad, the lower
+ * ones are 2 c, 2 c + 1, the upper ones 8 behind.
  *   fp8    instruction 4 h + i: codes 64 h + 16 c + 4 i + {0, 1} in the lower slots, {2, 3} in the
  *          upper ones
  *   fp4    instruction 2 i + u: codes 32 c + 8 i + 2 u + {0, 4}, and {1, 5} */
 template <int FMT, bool CODES>
-static __device__ __forceinline__ void widen(const uint8_t *codes, const uint8_t *scales,
-                                             uint32_t (&a)[keys<FMT, CODES>::KS][4])
+static __device__ __forceinline__ void load_keys(const uint8_t *codes, const uint8_t *scales,
+                                                 uint32_t (&a)[keys<FMT, CODES>::KS][4])
 {
     using k = keys<FMT, CODES>;
     const int lane = threadIdx.x % 32, c = lane % 4;
+    if constexpr (!k::WIDEN) {
+        const int row = threadIdx.x % GROUP / 32 * 16 + lane % 16;
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int row = threadIdx.x % GROUP / 32 * 16 + key_of_row<FMT, CODES>(lane / 4) + 8 * r;
-        if constexpr (FMT == KERN_IK_FP8) {
+        for (int j = 0; j < k::KS; j++)
+            dev_ldmatrix4(a[j], codes + j / 4 * (TILE * 128) + row * 128 +
+                                    ((j % 4 * 2 + lane / 16) ^ (row & 7)) * 16);
+    } else {
 #pragma unroll
-            for (int h = 0; h < 2; h++) {
-                const uint4 v =
-                    *(const uint4 *)(codes + row * k::ROW + ((c + 4 * h) ^ (row & 7)) * 16);
+        for (int r = 0; r < 2; r++) {
+            const int row =
+                threadIdx.x % GROUP / 32 * 16 + key_of_row<FMT, CODES>(lane / 4) + 8 * r;
+            if constexpr (FMT == KERN_IK_FP8) {
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const uint4 v =
+                        *(const uint4 *)(codes + row * k::ROW + ((c + 4 * h) ^ (row & 7)) * 16);
+                    const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        e4m3x4_f16(w[i], &a[4 * h + i][r], &a[4 * h + i][2 + r]);
+                }
+            } else {
+                const uint4 v = *(const uint4 *)(codes + row * k::ROW + c * 16);
+                const uint32_t s = dev_ue8m0_bf16x2(scales[row * 4 + c]);
                 const uint32_t w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    e4m3x4_f16(w[i], &a[4 * h + i][r], &a[4 * h + i][2 + r]);
-            }
-        } else {
-            const uint4 v = *(const uint4 *)(codes + row * k::ROW + c * 16);
-            const uint32_t s = dev_ue8m0_bf16x2(scales[row * 4 + c]);
-            const uint32_t w[4] = {v.x, v.y, v.z, v.w};
+                for (int i = 0; i < 4; i++) {
+                    const uint32_t p[4] = {
+                        (w[i] << 12 & 0x80008000u) | (w[i] << 6 & 0x01c001c0u),
+                        (w[i] << 8 & 0x80008000u) | (w[i] << 2 & 0x01c001c0u),
+                        (w[i] << 4 & 0x80008000u) | (w[i] >> 2 & 0x01c001c0u),
+                        (w[i] & 0x80008000u) | (w[i] >> 6 & 0x01c001c0u),
+                    };
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const uint32_t p[4] = {
-                    (w[i] << 12 & 0x80008000u) | (w[i] << 6 & 0x01c001c0u),
-                    (w[i] << 8 & 0x80008000u) | (w[i] << 2 & 0x01c001c0u),
-                    (w[i] << 4 & 0x80008000u) | (w[i] >> 2 & 0x01c001c0u),
-                    (w[i] & 0x80008000u) | (w[i] >> 6 & 0x01c001c0u),
-                };
-#pragma unroll
-                for (int j = 0; j < 4; j++) /* 2^126 first: together they may be too much */
-                    a[2 * i + j / 2][j % 2 * 2 + r] =
-                        dev_mul_bf16x2(dev_mul_bf16x2(p[j], dev_twice(0x7e80)), s);
+                    for (int j = 0; j < 4; j++) /* 2^126 first: together they may be too much */
+                        a[2 * i + j / 2][j % 2 * 2 + r] =
+                            dev_mul_bf16x2(dev_mul_bf16x2(p[j], dev_twice(0x7e80)), s);
+                }
             }
         }
     }
@@ -292,20 +323,34 @@ static __device__ __forceinline__ void read_weights(const float *at, float (&w)[
         w[4 * i] = v.x, w[4 * i + 1] = v.y, w[4 * i + 2] = v.z, w[4 * i + 3] = v.w;
     }
 }
-/* Sums over the quad of two keys of one query (s[2]) or two (s[4]). Thread c has key c % 2; of two
- * queries threads 2 and 3 have the second. */
-static __device__ __forceinline__ float quad_sum(const float (&s)[2])
+/* A warp's sums of 16 keys of two queries or tiles (s[0], s[1] and s[2], s[3]: keys `row` and 8
+ * behind), each by a quad: they change hands in shared memory, where one trip takes as long as one
+ * of the shuffles that would take three, and lane l gets the four of key l % 16 of the first or
+ * second. */
+static __device__ __forceinline__ void put_sums(float *room, int row, const float (&s)[4])
 {
-    const bool odd = threadIdx.x & 1;
-    const float v = (odd ? s[1] : s[0]) + __shfl_xor_sync(~0u, odd ? s[0] : s[1], 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
+#pragma unroll
+    for (int i = 0; i < 4; i++) room[(i / 2 * 16 + i % 2 * 8 + row) * 4 + threadIdx.x % 4] = s[i];
+    __syncwarp();
 }
-static __device__ __forceinline__ float quad_sum(const float (&s)[4])
+static __device__ __forceinline__ float4 take_sums(const float *room)
 {
-    const bool odd = threadIdx.x & 1, second = threadIdx.x & 2;
-    const float v = (odd ? s[1] : s[0]) + __shfl_xor_sync(~0u, odd ? s[0] : s[1], 1);
-    const float u = (odd ? s[3] : s[2]) + __shfl_xor_sync(~0u, odd ? s[2] : s[3], 1);
-    return (second ? u : v) + __shfl_xor_sync(~0u, second ? v : u, 2);
+    return *(const float4 *)(room + threadIdx.x % 32 * 4);
+}
+static __device__ __forceinline__ float quad_sum(const float4 &v)
+{
+    return (v.x + v.y) + (v.z + v.w);
+}
+/* The highest of each half warp; passes over NaN. */
+static __device__ __forceinline__ float half_best(float v)
+{
+    const bool upper = threadIdx.x & 16;
+    const int32_t none = INT32_MIN, bits = (int32_t)kern_bits(v);
+    const int32_t key = v != v ? none : bits ^ (bits >> 31 & 0x7fffffff);
+    const int32_t lower_best = __reduce_max_sync(~0u, upper ? none : key);
+    const int32_t upper_best = __reduce_max_sync(~0u, upper ? key : none);
+    const int32_t best = upper ? upper_best : lower_best;
+    return kern_float((uint32_t)(best ^ (best >> 31 & 0x7fffffff))); /* none: NaN */
 }
 
 template <int FMT, bool CODES, int R>
@@ -314,13 +359,15 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
 {
     using k = keys<FMT, CODES>;
     using l = plan<FMT, CODES, R>;
-    constexpr int STEPS = R == 1 ? 1 : R / 2, SUMS = R == 1 ? 2 : 4;
+    constexpr int STEPS = R / 2;
     __shared__ uint64_t full[l::STAGES];
     float *weights = (float *)(shared + l::WEIGHTS);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / GROUP;
-    /* The key of a tile, and of a product's queries the one, whose score this thread finishes. */
-    const int c = lane % 4, query = R == 1 ? 0 : c / 2;
-    const int mine = warp * 16 + key_of_row<FMT, CODES>(lane / 4) + c % 2 * 8;
+    float *sums = (float *)(shared + l::SUMS) + threadIdx.x / 32 * 128;
+    /* Of a quad of columns this thread's, and its keys' row. Of what it finishes: the key of a tile,
+     * and of a product's queries the one. */
+    const int c = lane % 4, row = key_of_row<FMT, CODES>(lane / 4);
+    const int query = lane / 16, mine = warp * 16 + lane % 16;
     /* Of a group, the one that starts copies: each on another of the four schedulers. */
     const bool copies = warp == group && lane == 0;
     const uint64_t b = wgmma_rows(shared);
@@ -362,39 +409,31 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
             load_queries<FMT, CODES, R>(p, t, g.n, shared, weights);
             wgmma_shared();
             __syncthreads();
-            float own[16]; /* R == 1 */
-            if (R == 1) read_weights(weights + c * WEIGHTS_LD, own);
-            const int steps = R == 1 ? 1 : (g.n + 1) / 2;
+            const int steps = (g.n + 1) / 2;
             /* Of each product: its first score's place, and how many of this segment's entries its
-             * query sees from this thread's key on, from its run on (one thread of a run). */
-            float *out = p.out + (int64_t)(t - p.row0 + query) * p.ld + first * TILE + mine;
-            float *best = p.best + (int64_t)(t - p.row0 + query) * (p.ld / INDEX_RUN) +
-                          first * (TILE / INDEX_RUN) + warp;
-            const int32_t ld = (int32_t)p.ld, last = 2 * (steps - 1); /* query */
-            int32_t sees[STEPS], runs[STEPS];
+             * query sees from this thread's key on. */
+            const uint32_t ld = (uint32_t)p.ld;
+            const uint32_t out =
+                (uint32_t)(t - p.row0 + query) * ld + (uint32_t)(first * TILE + mine);
+            const bool tells = p.best && lane % 16 == 0; /* of a run's first key */
+            const int last = 2 * (steps - 1);            /* query */
+            int32_t sees[STEPS];
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
                 const int32_t r = 2 * i + query;
-                const int32_t seen =
-                    r < g.n && query == c / 2 ? dev_visible(p.kv, g.q, t + r) - first * TILE : 0;
-                sees[i] = seen - mine;
-                runs[i] = p.best && lane < 4 && c % 2 == 0 ? seen - warp * INDEX_RUN : 0;
+                sees[i] = r < g.n ? dev_visible(p.kv, g.q, t + r) - first * TILE - mine : 0;
             }
             const int32_t last_sees = steps == STEPS ? sees[STEPS - 1] : sees[0];
-            const int32_t last_runs = steps == STEPS ? runs[STEPS - 1] : runs[0];
-            /* Scores of a product of tile x, queries from `row` on, from the sums over heads. */
-            const auto finish = [&](const float(&sum)[SUMS], float scale, int32_t x, int32_t row,
-                                    int32_t see, int32_t run) {
-                float v = quad_sum(sum);
+            /* Scores of a product of tile x, queries from `from` on. */
+            const auto finish = [&](const float4 &four, float scale, int32_t x, int from,
+                                    int32_t see) {
+                float v = quad_sum(four);
                 if (FMT == KERN_IK_FP8) v *= scale;
                 const bool is = x * TILE < see;
-                if (is) out[row * ld + x * TILE] = v;
-                float m = is ? v : kern_float(0x7fc00000u);
-                m = fmaxf(m, __shfl_xor_sync(~0u, m, 1)); /* passes over NaN */
-                m = fmaxf(m, __shfl_xor_sync(~0u, m, 4));
-                m = fmaxf(m, __shfl_xor_sync(~0u, m, 8));
-                m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
-                if (x * TILE < run) best[row * (ld / INDEX_RUN) + x * (TILE / INDEX_RUN)] = m;
+                const uint32_t at = out + (uint32_t)from * ld + (uint32_t)(x * TILE);
+                if (is) p.out[at] = v;
+                const float best = half_best(is ? v : kern_float(0x7fc00000u));
+                if (is && tells) p.best[at / INDEX_RUN] = best;
             };
             uint32_t id = 0; /* page of the tile that takes the next one's place */
             if (copies && group + l::STAGES < n) id = src.page_of(first + group + l::STAGES);
@@ -405,7 +444,8 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                 if (x + l::GROUPS + l::STAGES < n)
                     id = src.page_of(first + x + l::GROUPS + l::STAGES);
             };
-            float sum[SUMS], scale = 1.0f;
+            float4 four = {}; /* sums of the product before */
+            float scale = 1.0f;
             int32_t x = group;
             for (; x < n; x += l::GROUPS) {
                 const uint32_t at = before + (uint32_t)x, stage = at % l::STAGES;
@@ -414,12 +454,13 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                 uint32_t a[k::WIDEN ? k::KS : 1][4];
                 bar_wait(&full[stage], (int)(at / l::STAGES & 1));
                 if constexpr (k::WIDEN)
-                    widen<FMT, CODES>(shared + l::RING + stage * k::KEYS, scales, a);
+                    load_keys<FMT, CODES>(shared + l::RING + stage * k::KEYS, scales, a);
                 if (FMT == KERN_IK_FP8) scale = kern_f32_scale(((const float *)scales)[mine]);
 #pragma unroll
                 for (int step = 0; step < STEPS; step++) {
                     if (step >= steps) break;
-                    float acc[l::N / 2];
+                    float acc[l::N / 2], w[16], sum[4];
+                    const float *of = weights + (step * 8 + c) * WEIGHTS_LD;
                     turn_wait<l::GROUPS>(group);
                     wgmma_fence();
 #pragma unroll
@@ -437,11 +478,17 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                             wgmma_bf16(acc, a[j], bj, j > 0);
                         else
                             wgmma_bf16(acc, aj, bj, j > 0);
-                        if (l::TAIL && j + 1 == k::KS - l::TAIL) wgmma_commit();
+                        if (j + 1 == k::KS - l::TAIL) wgmma_commit();
                     }
                     wgmma_commit();
-                    if (l::TAIL) wgmma_wait<1>();
+                    read_weights(of, w);
+                    wgmma_wait<1>();
                     turn_pass<l::GROUPS>(group);
+                    /* Meanwhile. What is behind a branch stays there. */
+                    if (step == 0 && x != group)
+                        finish(four, scale_before, x - l::GROUPS, last, last_sees);
+                    else if (step > 0 && p.n_rows > 0) /* always */
+                        finish(four, scale, x, 2 * (step - 1), sees[step - 1]);
                     if (step == 0) {
                         /* The turn's barrier: the group has read this tile, or multiplied
                          * the last. */
@@ -449,25 +496,14 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                             refill(x, stage);
                         else if (x != group)
                             refill(x - l::GROUPS, (stage - l::GROUPS) % l::STAGES);
-                        if (x != group)
-                            finish(sum, scale_before, x - l::GROUPS, last, last_sees, last_runs);
-                    } else if (p.n_rows > 0) { /* always: what is behind a branch stays there */
-                        finish(sum, scale, x, 2 * (step - 1), sees[step - 1], runs[step - 1]);
                     }
-                    if constexpr (R == 1) {
-                        wgmma_wait<0>();
-                        wgmma_pin(acc);
-                        add_heads(acc, own, sum);
-                    } else {
-                        float w[16];
-                        const float *of = weights + (step * 8 + c) * WEIGHTS_LD;
-                        read_weights(of, w);
-                        wgmma_wait<0>();
-                        wgmma_pin(acc);
-                        add_heads(acc, w, sum);
-                        read_weights(of + 4 * WEIGHTS_LD, w);
-                        add_heads(acc + HEADS / 2, w, sum + 2);
-                    }
+                    wgmma_wait<0>();
+                    wgmma_pin(acc);
+                    add_heads(acc, w, sum);
+                    read_weights(of + 4 * WEIGHTS_LD, w);
+                    add_heads(acc + HEADS / 2, w, sum + 2);
+                    put_sums(sums, row, sum);
+                    four = take_sums(sums);
                 }
             }
             if (x < n + group) /* all take as many turns */
@@ -475,13 +511,166 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                     turn_wait<l::GROUPS>(group);
                     turn_pass<l::GROUPS>(group);
                 }
-            if (x != group) finish(sum, scale, x - l::GROUPS, last, last_sees, last_runs);
+            if (x != group) finish(four, scale, x - l::GROUPS, last, last_sees);
             before += (uint32_t)n;
             __syncthreads(); /* the queries may go */
             t += g.n;
         }
     }
     if (group == 0) turn_wait<l::GROUPS>(group); /* of nobody: barriers end as they began */
+}
+
+/* Where a block is one row, whose tiles come one after the other: groups take them without turns,
+ * which would hold them up. Keys are operand a from registers, so that their slot is free at once;
+ * scores of two tiles of a group are finished together, as those of two queries are above. */
+template <int FMT, bool CODES>
+static __device__ __forceinline__ void
+score_rows(const struct index_score &p, const CUtensorMap *map, uint32_t shift, uint8_t *shared)
+{
+    using k = keys<FMT, CODES>;
+    using l = plan<FMT, CODES, 1>;
+    __shared__ uint64_t full[l::STAGES];
+    float *weights = (float *)(shared + l::WEIGHTS);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / GROUP;
+    float *sums = (float *)(shared + l::SUMS) + threadIdx.x / 32 * 128;
+    /* As above; what a thread finishes is of the first or second of two tiles. */
+    const int c = lane % 4, row = key_of_row<FMT, CODES>(lane / 4);
+    const int later = lane / 16 * l::GROUPS, mine = warp * 16 + lane % 16;
+    /* Of a group, the warp that has tiles copied: each on another of the four schedulers. */
+    const bool copies = warp == group;
+    const uint64_t b = wgmma_rows(shared);
+    if (threadIdx.x == 0) {
+        for (int i = 0; i < l::STAGES; i++) bar_init(&full[i], 1);
+        bar_init_done();
+    }
+    const struct share sh = find_share<TILE, l::THREADS>(p, 1);
+    int32_t left = sh.tiles, skip = sh.tile;
+    /* Of the group's part of the ring, the slot of its next tile. */
+    int slot = 0, phase = 0;
+    cuda_await();
+    for (int32_t block = sh.block; left > 0; block++) {
+        const int32_t end = block_end(p, block, 1);
+        for (int32_t t = p.row0 + block; t < end && left > 0;) {
+            const struct segment g = segment_at<TILE>(p, t, end);
+            if (skip >= g.tiles) {
+                skip -= g.tiles;
+                t += g.n;
+                continue;
+            }
+            const int32_t first = skip, n = g.tiles - first < left ? g.tiles - first : left;
+            left -= n;
+            skip = 0;
+            const auto page_of = [&](int32_t tile) {
+                return __ldg(g.q.page_ids + p.companion +
+                             ((uint32_t)tile >> shift) * (uint32_t)g.q.page_step);
+            };
+            /* Starts the copies of a tile, of page `id`. One thread calls it. */
+            const auto fill = [&](int at, int32_t tile, uint32_t id) {
+                fill_slot<FMT, CODES, 1>(shared, (uint32_t)at, &full[at], map, shift, tile, id,
+                                         p.kv.pages + p.key_off + id * p.kv.page_bytes,
+                                         (uint32_t)(p.kv.y.per_page * k::ROW));
+            };
+            if (copies && lane < l::EACH) {
+                const int32_t x = group + lane * l::GROUPS;
+                const int s = group * l::EACH + (slot + lane) % l::EACH;
+                if (x < n) fill(s, first + x, page_of(first + x));
+            }
+            load_queries<FMT, CODES, 1>(p, t, g.n, shared, weights);
+            wgmma_shared();
+            __syncthreads();
+            /* Of two tiles: the first score's place, and how many of this share's entries the row
+             * sees from this thread's key on. The thread of a run's first key tells its best. */
+            const int32_t key = later * TILE + mine;
+            const uint32_t out =
+                (uint32_t)(t - p.row0) * (uint32_t)p.ld + (uint32_t)(first * TILE + key);
+            const bool tells = p.best && lane % 16 == 0;
+            int32_t seen = dev_visible(p.kv, g.q, t) - first * TILE;
+            if (seen > n * TILE) seen = n * TILE;
+            const uint32_t sees = (uint32_t)(seen > key ? seen - key : 0);
+            /* Scores of this group's tiles x and next; x < 0: there are none. */
+            const auto finish = [&](const float4 &four, float scale, int32_t x) {
+                float v = quad_sum(four);
+                if (FMT == KERN_IK_FP8) v *= scale;
+                const bool is = (uint32_t)(x * TILE) < sees;
+                const uint32_t at = out + (uint32_t)(x * TILE);
+                if (is) p.out[at] = v;
+                const float best = half_best(is ? v : kern_float(0x7fc00000u));
+                if (is && tells) p.best[at / INDEX_RUN] = best;
+            };
+            uint32_t id = 0; /* page of the tile that takes the next one's place */
+            if (copies && group + l::STAGES < n) id = page_of(first + group + l::STAGES);
+            uint32_t a[k::KS][4];
+            float scale = 1.0f;
+            int s = group * l::EACH + slot;
+            const auto wait = [&](void) { bar_wait(&full[s], phase); };
+            /* The group's next tile, which has come, as operand a. */
+            const auto take = [&](void) {
+                const uint8_t *scales = shared + l::SCALES + s * k::SCALES;
+                load_keys<FMT, CODES>(shared + l::RING + s * k::KEYS, scales, a);
+                if (FMT == KERN_IK_FP8) scale = kern_f32_scale(((const float *)scales)[mine]);
+                if (!copies) slot_read(s);
+            };
+            /* Some time after that: the tile that follows in its place may come. */
+            const auto refill = [&](int32_t x) {
+                if (copies) {
+                    slot_wait(s);
+                    if (lane == 0 && x + l::STAGES < n) {
+                        fill(s, first + x + l::STAGES, id);
+                        if (x + l::GROUPS + l::STAGES < n)
+                            id = page_of(first + x + l::GROUPS + l::STAGES);
+                    }
+                }
+                if (++slot == l::EACH) {
+                    slot = 0;
+                    phase ^= 1;
+                }
+                s = group * l::EACH + slot;
+            };
+            /* A product is finished while another is under way. */
+            float sum[4] = {}, scale_before = 1.0f, acc[l::N / 2];
+            float4 four = {};
+            int32_t x = group;
+            float own[16];
+            read_weights(weights + c * WEIGHTS_LD, own);
+            const auto score = [&](float *of, auto meanwhile) {
+                wait();
+                take();
+                wgmma_fence();
+#pragma unroll
+                for (int j = 0; j < k::KS; j++) {
+                    const uint64_t bj = b + (uint64_t)(j / 4 * (l::N * 128 >> 4) + j % 4 * 2);
+                    if constexpr (k::MUL == MUL_CODES)
+                        wgmma_e4m3(acc, a[j], bj, j > 0);
+                    else if constexpr (k::MUL == MUL_F16)
+                        wgmma_f16(acc, a[j], bj, j > 0);
+                    else
+                        wgmma_bf16(acc, a[j], bj, j > 0);
+                }
+                wgmma_commit();
+                meanwhile();
+                refill(x);
+                wgmma_wait<0>();
+                wgmma_pin(acc);
+                add_heads(acc, own, of);
+            };
+            int32_t two = -1; /* the first of two tiles that wait */
+            for (; x < n; x += l::GROUPS) {
+                score(sum, [&] { finish(four, scale_before, two); });
+                two = x;
+                scale_before = scale;
+                x += l::GROUPS;
+                if (x < n) {
+                    score(sum + 2, [] {});
+                    if (later) scale_before = scale;
+                }
+                put_sums(sums, row, sum);
+                four = take_sums(sums);
+            }
+            finish(four, scale_before, two);
+            __syncthreads(); /* the queries may go */
+            t += g.n;
+        }
+    }
 }
 
 #endif /* sm_90a */
@@ -494,7 +683,10 @@ static __global__ void __launch_bounds__(plan<FMT, CODES, R>::THREADS, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
     extern __shared__ __align__(1024) uint8_t shared[];
     cuda_hurry();
-    score_tiles<FMT, CODES, R>(p, &map, shift, shared);
+    if constexpr (R == 1)
+        score_rows<FMT, CODES>(p, &map, shift, shared);
+    else
+        score_tiles<FMT, CODES, R>(p, &map, shift, shared);
 #endif
 }
 
