@@ -8,11 +8,14 @@
  * Cluster  Two blocks with neighbouring weight rows of an expert are a cluster: each fetches half
  *          of x for both.
  * Turns    A stage's columns are two parts. While one warpgroup adds a part up, the other one's is
- *          multiplied. Not so, slower at 8192 rows: four parts, two of them under way (twice the
- *          instructions that start them), with consumers that convert codes themselves or not.
- * Ahead    Shared memory answers after more than 100 cycles while wgmma reads there: what additions
- *          take is fetched while their part is multiplied, the next stage's operands before the
- *          last part's additions.
+ *          multiplied; additions are in the matrix unit's way, each about a cycle, and so is what
+ *          else f32's pipe executes. Not so, slower at 8192 rows: four parts, two of them under way
+ *          (twice the instructions that start them); consumers that convert codes themselves (less
+ *          of shared memory's pipe, more instructions); the next stage's operands fetched to
+ *          registers of their own while the last part is multiplied (copying them costs more than
+ *          the wait).
+ * Ahead    Shared memory answers after more than 100 cycles while wgmma reads there: the next
+ *          stage's operands are fetched before the last part's additions.
  */
 #include "kernels/moe/moe_wgmma.cuh"
 
@@ -29,9 +32,8 @@ template <enum kern_wfmt F> struct codes_shape {
         CONVERTERS = CONVERTED ? WG / 32 : 1, /* warps */
         X_BYTES = COLUMNS * 128,
         A_BYTES = WG_M * 128,
-        SCALES_AT = X_BYTES + A_BYTES,
-        W_AT = SCALES_AT + COLUMNS * 2, /* fp8: scales of its rows' blocks */
-        STAGE = (W_AT + 16 + 1023) / 1024 * 1024,
+        W_AT = X_BYTES + A_BYTES, /* fp8: scales of its rows' blocks */
+        STAGE = (W_AT + (CONVERTED ? 0 : 16) + 1023) / 1024 * 1024,
         S = 4,
         /* The second ring: what is to be converted, R stages of RAW bytes. */
         CODES = moe_format<F>::CODES,
@@ -48,7 +50,7 @@ template <enum kern_wfmt F> struct codes_shape {
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-using tell = struct wg_tell<COLUMNS>;
+using tell = struct wg_tell<true, COLUMNS>;
 
 /* ------------------------------------------------------------------ producers */
 
@@ -63,21 +65,18 @@ static __device__ __forceinline__ void fetch_x(const struct moe_product &p,
     for (int at = items.at; at < items.n; at += items.step) {
         const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
-        const int part = wg_part(items, at), eights = (tile.n + 7) / 8,
-                  scale_bytes = (tile.n + 15) / 16 * 32;
+        const int part = wg_part(items, at), eights = (tile.n + 7) / 8;
         const int half = (eights + 1) / 2, first = items.rank ? half * 8 : 0,
                   bytes = (items.rank ? eights - half : half) * 1024;
         for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(&r)) {
             uint8_t *to = r.at + r.slot * S::STAGE;
             uint64_t *full = r.full + r.slot;
             bar_wait(r.empty + r.slot, r.phase ^ 1);
-            bar_expect(full, eights * 1024 + scale_bytes + (S::CONVERTED ? 0 : (int)S::A_BYTES));
+            bar_expect(full, eights * 1024 + (S::CONVERTED ? 0 : (int)S::A_BYTES));
             if (bytes > 0)
                 bulk_load_to(to + first * 128,
                              p.image + ((int64_t)kb * p.plan.room + tile.first + first) * 128,
                              bytes, full, (1 << PAIR) - 1);
-            bulk_load(to + S::SCALES_AT, p.image_scale + (int64_t)kb * p.plan.room + tile.first,
-                      scale_bytes, full);
             if constexpr (!S::CONVERTED) {
 #pragma unroll
                 for (int i = 0; i < 2; i++)
@@ -133,7 +132,8 @@ static __device__ __forceinline__ void convert_codes(const struct moe_product &p
     const uint32_t c = lane % 4, scales_at = c | (c + 4) << 4;
     int place[EACH][2];
 #pragma unroll
-    for (int i = 0; i < EACH * 2; i++) place[i / 2][i % 2] = wg_place(p.up, warp + i / 2, i % 2);
+    for (int i = 0; i < EACH * 2; i++)
+        place[i / 2][i % 2] = wg_place<true>(p.up, warp + i / 2, i % 2);
     for (int at = items.at; at < items.n; at += items.step) {
         const tell &now = told[t.slot];
         bar_wait(t.there + t.slot, t.phase);
@@ -217,24 +217,34 @@ static __device__ __forceinline__ void find_scales(const struct moe_product &p, 
 /* ------------------------------------------------------------------ consumers */
 
 /* This warp is done with a slot of the ring, in which both blocks put x. */
-static __device__ __forceinline__ void release(uint64_t *empty)
+static __device__ __forceinline__ void release(uint64_t *here, uint32_t there)
 {
-    bar_arrive(empty);
+    bar_arrive(here);
     __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive_at(empty, cluster_rank() ^ 1);
+    if (threadIdx.x % 32 == 0)
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
 }
 
-/* A stage's operands and, of fp8, scales of this thread's rows, which lie at `at`. */
+static __device__ __forceinline__ uint4 load16(uint32_t shared)
+{
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(shared)
+                 : "memory");
+    return v;
+}
+
+/* A stage's operands: of mxfp4 from `from` on; of fp8 at `at`, with scales of this thread's rows. */
 template <enum kern_wfmt F>
-static __device__ __forceinline__ void load(const uint8_t *stage, const int (&at)[2],
+static __device__ __forceinline__ void load(const uint8_t *stage, uint32_t from, const int (&at)[2],
                                             uint32_t (&a)[4][4], float (&w)[2])
 {
     using S = codes_shape<F>;
-    const uint8_t *from = stage + S::X_BYTES;
     if constexpr (F == KERN_W_MXFP4) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const uint4 v = *(const uint4 *)(from + at[0] + i * 512);
+            const uint4 v = load16(from + i * 512);
             a[i][0] = v.x, a[i][1] = v.y, a[i][2] = v.z, a[i][3] = v.w;
         }
     } else { /* in the copy engine's swizzle */
@@ -242,8 +252,9 @@ static __device__ __forceinline__ void load(const uint8_t *stage, const int (&at
         w[0] = two.x, w[1] = two.y;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const uint4 v[2] = {*(const uint4 *)(from + at[m]),
-                                *(const uint4 *)(from + (at[m] ^ 16))};
+            const uint8_t *row = stage + S::X_BYTES;
+            const uint4 v[2] = {*(const uint4 *)(row + at[m]),
+                                *(const uint4 *)(row + (at[m] ^ 16))};
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 a[i][m] = wg_word(v[i / 2], i % 2 * 2),
@@ -258,38 +269,44 @@ static __device__ __forceinline__ void multiply(int n_kb, struct wg_ring *r, con
                                                 float (&total)[WG_SUMS(COLUMNS)])
 {
     using S = codes_shape<F>;
-    uint32_t a[4][4];
+    const uint32_t operands = dev_shared(r->at) + S::X_BYTES + at[0],
+                   empty_there = dev_shared_of(r->empty, cluster_rank() ^ 1);
+    uint32_t a[4][4], from = operands + r->slot * S::STAGE;
     float sum[W / 2], next[2] = {1.0f, 1.0f};
     bar_wait(r->full + r->slot, r->phase);
     __syncwarp(); /* whole warps go on */
-    load<F>(r->at + r->slot * S::STAGE, at, a, next);
+    load<F>(r->at + r->slot * S::STAGE, from, at, a, next);
+    uint64_t b = wgmma_rows(r->at + r->slot * S::STAGE);
     for (int kb = 0; kb < n_kb; kb++) {
-        const uint8_t *stage = r->at + r->slot * S::STAGE;
+        const bool more = kb + 1 < n_kb;
         uint64_t *empty = r->empty + r->slot;
-        const uint64_t b = wgmma_rows(stage);
+        const uint32_t there = empty_there + r->slot * 8;
         const float w[2] = {next[0], next[1]};
         wg_next<S::S>(r);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            uint32_t x[W / 8];
-            wg_times<W>(a, b + i * W * 8, sum);
-            wg_x_scales<W>((const uint16_t *)(stage + S::SCALES_AT), i * W, x);
-            if (i == 1 && kb + 1 < n_kb) bar_wait(r->full + r->slot, r->phase);
-            wgmma_wait<0>();
-            wgmma_pin(sum);
-            __syncwarp();
-            /* Shared memory answers late while wgmma reads there: ahead of the additions. */
-            if (i == 1 && kb + 1 < n_kb) load<F>(r->at + r->slot * S::STAGE, at, a, next);
-            wg_add<F, W>(sum, x, w, i * W, total);
-        }
-        release(empty);
+        wg_times<W>(a, b, sum);
+        wgmma_wait<0>();
+        wgmma_pin(sum);
+        __syncwarp();
+        wg_add<F, W>(sum, w, 0, total);
+        wg_times<W>(a, b + W * 8, sum);
+        from = operands + r->slot * S::STAGE;
+        asm volatile("" : "+r"(from)); /* known before the sums are */
+        b = wgmma_rows(r->at + r->slot * S::STAGE);
+        if (more) bar_wait(r->full + r->slot, r->phase);
+        wgmma_wait<0>();
+        wgmma_pin(sum);
+        __syncwarp();
+        /* Shared memory answers late while wgmma reads there: ahead of the additions. */
+        if (more) load<F>(r->at + r->slot * S::STAGE, from, at, a, next);
+        release(empty, there);
+        wg_add<F, W>(sum, w, W, total);
     }
 }
 
 template <enum kern_wfmt F>
 static __device__ __forceinline__ void consume(const struct moe_product &p, struct wg_ring r,
                                                struct wg_told t, const tell *told,
-                                               const struct wg_items &items, int group, uint4 *tmp)
+                                               const struct wg_items &items, int group)
 {
     const int lane = threadIdx.x % 32, n_kb = p.kp / 128;
     for (int i = items.at; i < items.n; i += items.step) {
@@ -301,9 +318,9 @@ static __device__ __forceinline__ void consume(const struct moe_product &p, stru
         int place[2], at[2];
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            place[m] = wg_place(p.up, threadIdx.x / 32, m);
+            place[m] = wg_place<true>(p.up, threadIdx.x / 32, m);
             at[m] = F == KERN_W_MXFP4 ? threadIdx.x / 32 * 2048 + lane * 16
-                                      : place[m] * 128 + (lane % 4 * 2 ^ lane / 4) * 16;
+                                      : place[m] * 128 + (lane % 4 * 2 ^ place[m] % 8) * 16;
         }
         float total[WG_SUMS(COLUMNS)];
 #pragma unroll
@@ -330,9 +347,9 @@ static __device__ __forceinline__ void consume(const struct moe_product &p, stru
         static_assert((int)COLUMNS == 14 * 16, "the widest of above");
         const int part = wg_part(items, i);
         if (p.up)
-            wg_store<true, COLUMNS, true>(p, now, part, group, place, tmp, total);
+            wg_store_codes<COLUMNS, true>(p, now, n, part, group, place, total);
         else
-            wg_store<true, COLUMNS, false>(p, now, part, group, place, tmp, total);
+            wg_store_codes<COLUMNS, false>(p, now, n, part, group, place, total);
         wg_release(t.read + t.slot);
         t.slot ^= 1, t.phase ^= t.slot ^ 1;
     }
@@ -346,7 +363,6 @@ static __global__ void __launch_bounds__(THREADS, 1)
     using S = codes_shape<F>;
     extern __shared__ __align__(16) uint8_t shared[];
     __shared__ uint64_t full[S::S], empty[S::S], raw_full[S::R], raw_empty[S::R], there[2], read[2];
-    __shared__ __align__(16) uint4 tmp[CONSUMERS * 32];
     __shared__ __align__(16) tell told[2];
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::S; i++) {
@@ -377,7 +393,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group < WG_CONSUMERS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
-        consume<F>(p, r, t, told, items, group, tmp + threadIdx.x / 32 * 32);
+        consume<F>(p, r, t, told, items, group);
     } else if (group == WG_CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::CONVERTS));
         if constexpr (S::CONVERTED)

@@ -188,6 +188,23 @@ static __device__ __forceinline__ void load_row4(const uint16_t *x, int32_t k0, 
         for (int i = 0; i < 4; i++) v[i] = k0 + i < k ? kern_bf16_decode(x[k0 + i]) : 0.0f;
     }
 }
+/* The same as they are. */
+static __device__ __forceinline__ uint2 load_words4(const uint16_t *x, int32_t k0, int32_t k)
+{
+    if (k0 + 4 <= k && ((uintptr_t)(x + k0) & 7) == 0) return *(const uint2 *)(x + k0);
+    uint32_t v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = k0 + i < k ? x[k0 + i] : 0;
+    return make_uint2(v[0] | v[1] << 16, v[2] | v[3] << 16);
+}
+/* The larger one of m and two magnitudes each; NaN is passed over. */
+static __device__ __forceinline__ __nv_bfloat162 larger2(__nv_bfloat162 m, uint32_t two)
+{
+    const uint32_t magnitudes = two & 0x7fff7fffu;
+    __nv_bfloat162 v;
+    memcpy(&v, &magnitudes, 4);
+    return __hmax2(m, v);
+}
 static __device__ __forceinline__ uint2 pack_row4(const float (&v)[4])
 {
     return make_uint2(kern_bf16_encode(v[0]) | (uint32_t)kern_bf16_encode(v[1]) << 16,
@@ -223,7 +240,7 @@ static void launch_rows(struct kern_stream *s, const struct rows *p, int64_t n)
 struct image {
     const uint16_t *x; /* bf16: [n, k] rows of the batch, or [room, k] of places */
     uint8_t *out;      /* [pieces][room][128 bytes] */
-    uint16_t *scale;   /* e4m3: [kp / 128][room] bf16 */
+    float *scale;      /* e4m3: [room] */
     struct moe_plan plan;
     int32_t k, kp;
     int32_t slots; /* of a row of the batch, each with an image of it; 0: rows are places' */
@@ -275,65 +292,73 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* A half of a warp has 128 values, a lane the two words that lie side by side in an image. */
-static __global__ void __launch_bounds__(THREADS)
-    image_e4m3_kernel(const __grid_constant__ struct image p, int64_t items)
+/* A block has a row, a half of a warp 128 values of it at a time, a lane the two words that lie side
+ * by side in an image. Values wait for the row's largest as they came, for registers. */
+enum {
+    IMAGE_PASSES = 4,
+    IMAGE_WARP = IMAGE_PASSES * 256, /* values of a warp */
+    IMAGE_WARPS = 32,
+    IMAGE_WIDTH = IMAGE_WARPS * IMAGE_WARP /* at most */
+};
+static __global__ void __launch_bounds__(32 * IMAGE_WARPS)
+    image_e4m3_kernel(const __grid_constant__ struct image p)
 {
-    enum { PASSES = IMAGE_BLOCKS / 2 };
-    const int lane = threadIdx.x % 32, piece = lane % 8, t = lane % 16 / 8 * 2;
-    const int32_t n_kb = p.kp / 128, each = (n_kb + IMAGE_BLOCKS - 1) / IMAGE_BLOCKS;
-    const int64_t at = (int64_t)blockIdx.x * WARPS + threadIdx.x / 32;
-    if (at / each >= items) return;
-    const int32_t kb0 = (int32_t)(at % each) * IMAGE_BLOCKS + lane / 16, n = p.slots ? p.slots : 1;
+    __shared__ uint32_t most[IMAGE_WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, piece = lane % 8,
+              t = lane % 16 / 8 * 2;
+    const int32_t n_kb = p.kp / 128, kb0 = warp * (IMAGE_PASSES * 2) + lane / 16,
+                  n = p.slots ? p.slots : 1;
     const int32_t *places;
-    const int64_t row = image_row(p, at / each, at % each == 0, &places);
+    const int64_t row = image_row(p, blockIdx.x, warp == 0, &places);
     if (row < 0) return;
-    float v[PASSES][2][4];
+    const uint16_t *x = p.x + row * p.k;
+    uint2 v[IMAGE_PASSES][2];
 #pragma unroll
-    for (int b = 0; b < PASSES; b++)
+    for (int b = 0; b < IMAGE_PASSES; b++)
 #pragma unroll
         for (int h = 0; h < 2; h++)
-            load_row4(p.x + row * p.k, (kb0 + b * 2) * 128 + (t + h) * 32 + piece * 4, p.k,
-                      v[b][h]);
-    uint2 word[PASSES];
-    uint16_t scale[PASSES];
+            v[b][h] = load_words4(x, (kb0 + b * 2) * 128 + (t + h) * 32 + piece * 4, p.k);
+    __nv_bfloat162 m = __float2bfloat162_rn(0.0f);
 #pragma unroll
-    for (int b = 0; b < PASSES; b++) {
-        float m = 0.0f;
+    for (int i = 0; i < IMAGE_PASSES * 2; i++)
+        m = larger2(larger2(m, v[i / 2][i % 2].x), v[i / 2][i % 2].y);
+    /* Numbers that are not negative are in the order of their bits. */
+    const uint32_t here = __reduce_max_sync(ALL, kern_bits(fmaxf(__low2float(m), __high2float(m))));
+    if (lane == 0) most[warp] = here;
+    __syncthreads();
+    const uint32_t of_row = __reduce_max_sync(ALL, lane < (int)blockDim.x / 32 ? most[lane] : 0);
+    const uint8_t c = kern_e4m3_scale_code(kern_float(of_row));
+    const float inverse = kern_ue8m0_inverse(c);
 #pragma unroll
-        for (int i = 0; i < 8; i++) m = fmaxf(m, fabsf(v[b][i / 4][i % 4]));
-        /* Numbers that are not negative are in the order of their bits. */
-        m = kern_float(__reduce_max_sync(0xffffu << (lane & 16), kern_bits(m)));
-        const uint8_t c = kern_e4m3_scale_code(m);
-        const float inverse = kern_ue8m0_inverse(c);
-#pragma unroll
-        for (int i = 0; i < 8; i++) v[b][i / 4][i % 4] *= inverse;
-        word[b] = make_uint2(dev_codes4(v[b][0]), dev_codes4(v[b][1]));
-        scale[b] = (uint16_t)(kern_bits(kern_ue8m0_decode(c)) >> 16);
+    for (int i = 0; i < IMAGE_PASSES * 2; i++) {
+        uint2 &w = v[i / 2][i % 2];
+        const float u[4] = {
+            kern_float(w.x << 16) * inverse, kern_float(w.x & 0xffff0000u) * inverse,
+            kern_float(w.y << 16) * inverse, kern_float(w.y & 0xffff0000u) * inverse};
+        w.x = dev_codes4(u);
     }
     for (int32_t i = 0; i < n; i++) {
         const int32_t place = places[i];
         if (place < 0) continue;
-        uint8_t *out = p.out + (int64_t)place * 128 + (piece ^ place % 8) * 16 + t * 4;
-        const int32_t among = place / 2 % 4 * 4 + place / 8 % 2 * 2 + place % 2; /* sixteen */
+        uint8_t *out =
+            p.out + ((int64_t)kb0 * p.plan.room + place) * 128 + (piece ^ place % 8) * 16 + t * 4;
 #pragma unroll
-        for (int b = 0; b < PASSES; b++) {
-            if (kb0 + b * 2 >= n_kb) break;
-            const int64_t block = (kb0 + b * 2) * (int64_t)p.plan.room;
-            *(uint2 *)(out + block * 128) = word[b];
-            if (lane % 16 == 0) p.scale[block + place / 16 * 16 + among] = scale[b];
-        }
+        for (int b = 0; b < IMAGE_PASSES; b++)
+            if (kb0 + b * 2 < n_kb)
+                *(uint2 *)(out + b * 2 * (int64_t)p.plan.room * 128) =
+                    make_uint2(v[b][0].x, v[b][1].x);
+        if (threadIdx.x == 0) p.scale[place] = kern_ue8m0_decode(c);
     }
 }
 
 static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3, int64_t n)
 {
     const int64_t warps = n * cuda_ceil(p->kp / 128, IMAGE_BLOCKS);
-    const unsigned blocks = (unsigned)cuda_ceil(warps, WARPS);
     if (e4m3)
-        image_e4m3_kernel<<<blocks, THREADS, 0, s->cu>>>(*p, n);
+        image_e4m3_kernel<<<(unsigned)n, (unsigned)cuda_ceil(p->kp, IMAGE_WARP) * 32, 0, s->cu>>>(
+            *p);
     else
-        image_bf16_kernel<<<blocks, THREADS, 0, s->cu>>>(*p, n);
+        image_bf16_kernel<<<(unsigned)cuda_ceil(warps, WARPS), THREADS, 0, s->cu>>>(*p, n);
 }
 
 /* The first block sorts; the others prepare the n_rows rows of x, which do not wait for that. */
@@ -661,13 +686,13 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
                          const struct moe_matrix *w1, const struct moe_matrix *w2,
                          const struct moe_matrix *w3, const struct moe_plan *plan, bool e4m3)
 {
-    const int64_t n = (int64_t)p->T * p->k, room = plan->room, bytes = e4m3 ? 1 : 2;
+    const int64_t n = (int64_t)p->T * p->k, room = plan->room, bytes = e4m3 ? 1 : 2,
+                  scale = e4m3 ? 4 : 0;
     const int32_t dp = (int32_t)cuda_ceil(p->D, 128) * 128,
                   ip = (int32_t)cuda_ceil(p->I, 128) * 128;
     const int64_t wide = p->D > p->I ? p->D : p->I;
-    uint8_t *x =
-        (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)(room * (dp * bytes + dp / 64)));
-    uint8_t *y = (uint8_t *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)(room * (ip * bytes + ip / 64)));
+    uint8_t *x = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)(room * (dp * bytes + scale)));
+    uint8_t *y = (uint8_t *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)(room * (ip * bytes + scale)));
     /* First the activations, which are done with once they are quantized; then the results. */
     uint16_t *z = (uint16_t *)cuda_scratch(s, CUDA_SLOT_OP3, (size_t)(room * wide) * 2);
     if (!x || !y || !z) return TOW_ENOMEM;
@@ -676,14 +701,8 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
     none.plan = *plan;
     none.plan.order = NULL; /* images of x say it */
     launch_plan(s, p, &none, 0);
-    struct image r = {(const uint16_t *)p->x,
-                      x,
-                      (uint16_t *)(x + room * dp * bytes),
-                      *plan,
-                      p->D,
-                      dp,
-                      p->k,
-                      p->aq};
+    struct image r = {
+        (const uint16_t *)p->x, x, (float *)(x + room * dp * bytes), *plan, p->D, dp, p->k, p->aq};
     launch_image(s, &r, e4m3, p->T);
     struct moe_product q = {*plan, *w1, *w3,  NULL,       NULL,     false, false, true,    p->I,
                             p->D,  dp,  p->k, p->weights, p->limit, z,     x,     r.scale, p->E};
@@ -692,7 +711,7 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
                                                      : moe_product_e4m3;
     int rc = product(s, &q);
     if (rc < 0) return rc;
-    r = {z, y, (uint16_t *)(y + room * ip * bytes), *plan, p->I, ip, 0, p->aq};
+    r = {z, y, (float *)(y + room * ip * bytes), *plan, p->I, ip, 0, p->aq};
     launch_image(s, &r, e4m3, n);
     q.a = q.b = *w2;
     q.up = false, q.rows = p->D, q.k = p->I, q.kp = ip;
@@ -728,7 +747,8 @@ static bool whole_scales(const struct kern_weight *w)
 /* Are products with these experts of the e4m3 kind? No row of the batch has a say. */
 static bool codes_fit(struct kern_stream *s, const struct kern_moe *p, const struct kern_weight *w)
 {
-    return p->aq == KERN_AQ_A128 && p->D % 128 == 0 && p->I % 128 == 0 &&
+    return p->aq == KERN_AQ_A128 && p->D % 128 == 0 && p->I % 128 == 0 && p->D <= IMAGE_WIDTH &&
+           p->I <= IMAGE_WIDTH &&
            (w->fmt == KERN_W_FP8 || (w->fmt == KERN_W_MXFP4 && cuda_placed_e4m3(s, w)));
 }
 
@@ -763,7 +783,7 @@ extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
     if (e4m3) tokens = mean <= 24 ? MOE_NARROW : MOE_CODES;
     const bool images = e4m3 || tokens == MOE_WIDE;
     struct moe_plan plan;
-    int rc = make_plan(s, p, tokens, e4m3 ? 16 : images ? 8 : 1, &plan);
+    int rc = make_plan(s, p, tokens, images ? 8 : 1, &plan);
     if (rc < 0) return rc;
     return images  ? image_experts(s, p, &w1, &w2, &w3, &plan, e4m3)
            : tiled ? tiled_experts(s, p, &w1, &w2, &w3, &plan)

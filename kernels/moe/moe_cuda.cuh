@@ -59,9 +59,9 @@ struct moe_product {
     int32_t slots;       /* k of the op */
     const float *weights;
     float limit;
-    uint16_t *out;               /* [room, rows] */
-    const uint8_t *image;        /* by wgmma: instead of x0 */
-    const uint16_t *image_scale; /* bf16 */
+    uint16_t *out;            /* [room, rows] */
+    const uint8_t *image;     /* by wgmma: instead of x0 */
+    const float *image_scale; /* of codes: [room] */
     int32_t n_experts;
 };
 

@@ -16,13 +16,16 @@
  *          (moe_plan.align).
  *          e4m3: of a piece's 128 k, number 32 t + 8 i + 4 h + e is byte 32 i + 16 h + 4 t + e',
  *          where e' exchanges 1 and 2: thread t's eight values of instruction i in its slots of k.
- *          The scale of (piece, place) lies in a second array, in bf16: of sixteen places, those of
- *          8 j + 2 t + e are at 4 t + 2 j + e, the four that thread t has side by side.
- *          (moe_plan.align is 16 there.)
+ *          A row has one scale, a second array's: see Scales.
  *          bf16: two pieces have 128 k; number 32 t + 4 q + 2 h + e is value 16 q + 8 h + 2 t + e.
+ * Scales   e4m3: a row of x is quantized by one scale, that of its largest block of 128. Its codes
+ *          stand for A128's values but where these are below e4m3's normal numbers; there they are
+ *          off by 2^-10 of the scale, 2^-17.8 of the row's largest value, at most. So stages add up
+ *          without scales of x: read for each of a stage's columns by each warp, they cost more of
+ *          shared memory than wgmma's own reads leave.
  * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 128 k four instructions of 32, from
- *          zero; total = fmaf(sum, scale, total), scale being the row of x's times the fp8 block's.
- *          At any number of columns.
+ *          zero; total += sum, or of fp8 total = fmaf(sum, scale of the block, total); last times
+ *          the scale of the row of x. At any number of columns.
  * Exact    e4m3 holds an mxfp4 code times 2^-5 to 2^6: scales count from the largest of their row,
  *          and arrays with wider rows are not placed for this kind (kernels/cuda/place.cu). nvfp4
  *          scales have three bits of their own, which e4m3 cannot hold: bf16 always.
@@ -50,13 +53,12 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         COLUMNS = (N + 31) / 32 * 32,
         X_BYTES = PIECES * N * 128,
         SCALES_AT = X_BYTES + WG_M * ROW,
-        X_SCALES_AT = SCALES_AT + SCALE_BYTES,
-        STAGE = (X_SCALES_AT + (E4M3 ? COLUMNS * 2 : 0) + 1023) / 1024 * 1024,
+        STAGE = (SCALES_AT + SCALE_BYTES + 1023) / 1024 * 1024,
         PER_SM = N > 32 ? 1 : 2, /* blocks meant to share a multiprocessor */
         /* Beside the stages: what a block costs the machine, the ring's alignment, and the kernel's
          * tmp, told and barriers. */
-        OTHER =
-            1024 + 1024 + WG_CONSUMERS * WG / 32 * 512 + 2 * (16 + COLUMNS * 4 + WG_M * 8) + 256,
+        OTHER = 1024 + 1024 + WG_CONSUMERS * WG / 32 * 512 +
+                2 * (16 + COLUMNS * (E4M3 ? 8 : 4) + 16 + WG_M * 8) + 256,
         ROOM = (228 * 1024 / PER_SM - OTHER) / STAGE,
         S = ROOM < 8 ? ROOM : 8, /* stages */
         BYTES = S * STAGE + 1024,
@@ -101,18 +103,21 @@ template <int S> static __device__ __forceinline__ void wg_next(struct wg_ring *
 }
 
 /* Rows g and g + 8 of a thread of a consumer warp among the 128 of a stage: it has eight of each
- * matrix, or sixteen. */
-static __device__ __forceinline__ int wg_place(bool up, int warp, int m)
+ * matrix, or sixteen. Of codes, those of down are neighbours, for wg_store_codes(); which one is
+ * first alternates, so that eight lanes that read 64 bytes or the like of each fall into all
+ * banks. */
+template <bool E4M3> static __device__ __forceinline__ int wg_place(bool up, int warp, int m)
 {
     const int g = threadIdx.x % 32 / 4;
-    return up ? m * 64 + warp * 8 + g : warp * 16 + m * 8 + g;
+    return up ? m * 64 + warp * 8 + g : warp * 16 + (E4M3 ? g * 2 + (m ^ g % 2) : m * 8 + g);
 }
 
 /* What a warp looks up for the consumers, two tiles in turn. */
-template <int N> struct alignas(16) wg_tell {
-    float weight[N];   /* up: of the pairs */
-    float post[WG_M];  /* what sums of a row are multiplied with at the end */
-    int32_t top[WG_M]; /* mxfp4, e4m3 */
+template <bool E4M3, int N> struct alignas(16) wg_tell {
+    float weight[N];       /* up: of the pairs */
+    float x[E4M3 ? N : 4]; /* e4m3: scales of their rows */
+    float post[WG_M];      /* what sums of a row are multiplied with at the end */
+    int32_t top[WG_M];     /* mxfp4, e4m3 */
     struct moe_tile tile;
 };
 struct wg_told {
@@ -140,16 +145,15 @@ static __device__ __forceinline__ void wg_produce(const struct moe_product &p,
     for (int at = items.at; at < items.n; at += items.step) {
         const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
-        const int part = wg_part(items, at), rows = (tile.n + 7) / 8 * 8,
-                  scale_bytes = (tile.n + 15) / 16 * 32;
+        const int part = wg_part(items, at), rows = (tile.n + 7) / 8 * 8;
         const int w_row[2] = {part * (p.up ? 64 : 128), part * (p.up ? 64 : 128) + (p.up ? 0 : 64)};
         for (int kb = 0; kb < n_kb; kb++, wg_next<S::S>(&r)) {
             uint8_t *to = r.at + r.slot * S::STAGE;
             uint64_t *full = r.full + r.slot;
             const bool scales = S::SCALES > 0 && kb % S::AHEAD == 0;
             bar_wait(r.empty + r.slot, r.phase ^ 1);
-            bar_expect(full, rows * 128 * S::PIECES + (E4M3 ? scale_bytes : 0) + WG_M * S::ROW +
-                                 (scales ? S::SCALE_BYTES : 0));
+            bar_expect(full,
+                       rows * 128 * S::PIECES + WG_M * S::ROW + (scales ? (int)S::SCALE_BYTES : 0));
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const CUtensorMap *codes = &maps.codes[p.up ? i : 0],
@@ -166,19 +170,15 @@ static __device__ __forceinline__ void wg_produce(const struct moe_product &p,
                           p.image +
                               ((int64_t)(kb * S::PIECES + i) * p.plan.room + tile.first) * 128,
                           rows * 128, full);
-            if (E4M3)
-                bulk_load(to + S::X_SCALES_AT,
-                          p.image_scale + (int64_t)kb * p.plan.room + tile.first, scale_bytes,
-                          full);
         }
     }
 }
 
 /* By one warp, which has read a tile's rows before it waits for room. */
 template <enum kern_wfmt F, bool E4M3, int N>
-static __device__ __forceinline__ void wg_look_up(const struct moe_product &p, struct wg_told t,
-                                                  struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *to,
-                                                  const struct wg_items &items)
+static __device__ __forceinline__ void
+wg_look_up(const struct moe_product &p, struct wg_told t,
+           struct wg_tell<E4M3, wg_shape<F, E4M3, N>::COLUMNS> *to, const struct wg_items &items)
 {
     enum { EACH = WG_M / 32, PAIRS = 4 };
     const int lane = threadIdx.x % 32;
@@ -205,17 +205,20 @@ static __device__ __forceinline__ void wg_look_up(const struct moe_product &p, s
             post[i] = nan_rows[m][there] ? NAN : unit[m];
         }
         bar_wait(t.read + t.slot, t.phase ^ 1);
-        for (int i0 = 0; i0 < tile.n && p.up; i0 += 32 * PAIRS) {
+        for (int i0 = 0; i0 < tile.n && (p.up || E4M3); i0 += 32 * PAIRS) {
             int32_t pair[PAIRS];
+            float x[PAIRS];
 #pragma unroll
             for (int u = 0; u < PAIRS; u++) {
                 const int i = i0 + u * 32 + lane;
-                pair[u] = i < tile.n ? p.plan.order[tile.first + i] : 0;
+                pair[u] = p.up && i < tile.n ? p.plan.order[tile.first + i] : 0;
+                x[u] = E4M3 && i < tile.n ? p.image_scale[tile.first + i] : 1.0f;
             }
 #pragma unroll
             for (int u = 0; u < PAIRS; u++) {
                 const int i = i0 + u * 32 + lane;
-                if (i < tile.n) out->weight[i] = p.weights[pair[u]];
+                if (p.up && i < tile.n) out->weight[i] = p.weights[pair[u]];
+                if (E4M3 && i < tile.n) out->x[i] = x[u];
             }
         }
 #pragma unroll
@@ -266,7 +269,7 @@ static __device__ __forceinline__ void wg_rows_of(const struct moe_product &p, c
 {
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        const int place = rows->place[m] = wg_place(p.up, threadIdx.x / 32, m);
+        const int place = rows->place[m] = wg_place<E4M3>(p.up, threadIdx.x / 32, m);
         if (E4M3 && F == KERN_W_FP8) {
             const int row = p.up ? part * 64 + place % 64 : part * WG_M + place,
                       there = row < p.rows ? row : p.rows - 1;
@@ -306,10 +309,11 @@ template <class S, enum kern_wfmt F>
 static __device__ __forceinline__ void wg_operands(const uint8_t *stage, const struct wg_rows &rows,
                                                    struct wg_codes *codes, uint32_t (&a)[4][4])
 {
-    const int c = threadIdx.x % 4, g = threadIdx.x % 32 / 4;
+    const int c = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         if constexpr (F == KERN_W_FP8) { /* in the copy engine's swizzle */
+            const int g = rows.place[m] % 8;
             const uint8_t *at = stage + S::X_BYTES + rows.place[m] * S::ROW;
             const uint4 v[2] = {*(const uint4 *)(at + ((2 * c) ^ g) * 16),
                                 *(const uint4 *)(at + ((2 * c + 1) ^ g) * 16)};
@@ -338,35 +342,15 @@ static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint6
     wgmma_commit();
 }
 
-/* A thread's scales of W columns from `first` on, in bf16: two of each eight columns. */
-template <int W>
-static __device__ __forceinline__ void wg_x_scales(const uint16_t *scale, int first,
-                                                   uint32_t (&two)[W / 8])
-{
-    const uint16_t *mine = scale + threadIdx.x % 4 * 4;
-#pragma unroll
-    for (int i = 0; i < W / 8; i++) {
-        const int column = first + i * 8;
-        const uint16_t *from = mine + column / 16 * 16;
-        if (column % 16 == 0 && i + 1 < W / 8) {
-            const uint2 v = *(const uint2 *)from;
-            two[i] = v.x, two[i + 1] = v.y;
-        } else if (column % 16 == 0 || i == 0) {
-            two[i] = *(const uint32_t *)(from + column % 16 / 4);
-        }
-    }
-}
-/* total += sum, times the scales of its columns and, of fp8, its rows. */
+/* total += sum, of fp8 times the scales of its rows. */
 template <enum kern_wfmt F, int W, int SUMS>
-static __device__ __forceinline__ void wg_add(const float (&sum)[W / 2],
-                                              const uint32_t (&two)[W / 8], const float (&w)[2],
+static __device__ __forceinline__ void wg_add(const float (&sum)[W / 2], const float (&w)[2],
                                               int first, float (&total)[SUMS])
 {
 #pragma unroll
     for (int i = 0; i < W / 2; i++) {
-        const float x = kern_float(i % 2 ? two[i / 4] & 0xffff0000u : two[i / 4] << 16);
         float &t = total[first / 2 + i];
-        t = fmaf(sum[i], F == KERN_W_FP8 ? x * w[i % 4 / 2] : x, t);
+        t = F == KERN_W_FP8 ? fmaf(sum[i], w[i % 4 / 2], t) : t + sum[i];
     }
 }
 
@@ -385,19 +369,18 @@ static __device__ __forceinline__ void wg_consume(const struct moe_product &p, s
         const uint8_t *at = r->at + r->slot * S::STAGE;
         uint64_t *empty = r->empty + r->slot;
         float w[2] = {1.0f, 1.0f}, sum[W / 2];
-        uint32_t a[4][4], x[W / 8];
+        uint32_t a[4][4];
         if (F == KERN_W_FP8) {
             w[0] = moe_block_scale(p.a, rows.scale[0], 0, kb);
             w[1] = moe_block_scale(p.a, rows.scale[1], 0, kb);
         }
         wg_operands<S, F>(at, rows, &codes, a);
         wg_times<W>(a, wgmma_rows(at), sum);
-        wg_x_scales<W>((const uint16_t *)(at + S::X_SCALES_AT), 0, x);
         wg_next<S::S>(r);
         if (kb + 1 < n_kb) wg_fetch<S, F>(*r, rows, kb + 1, &codes);
         wgmma_wait<0>();
         wgmma_pin(sum);
-        wg_add<F, W>(sum, x, w, 0, total);
+        wg_add<F, W>(sum, w, 0, total);
         wg_release(empty);
     }
 }
@@ -501,12 +484,12 @@ static __device__ __forceinline__ uint32_t wg_pack(float a, float b)
     return u;
 }
 
-/* A warp's sums to results: up, 32 pairs at a time of its eight rows; down, 16 of its sixteen. They
- * are turned in `tmp` [32] so that a thread has eight of one pair. */
-template <bool E4M3, int N, bool UP>
+/* Sums to results, bf16: up, 32 pairs at a time of a warp's eight rows; down, 16 of its sixteen.
+ * They are turned in `tmp` [32] so that a thread has eight of one pair. */
+template <int N, bool UP>
 static __device__ __forceinline__ void
-wg_store(const struct moe_product &p, const struct wg_tell<(N + 31) / 32 * 32> &told, int part,
-         int group, const int (&place)[2], uint4 *tmp, const float (&total)[WG_SUMS(N)])
+wg_store(const struct moe_product &p, const struct wg_tell<false, (N + 31) / 32 * 32> &told,
+         int part, int group, const int (&place)[2], uint4 *tmp, const float (&total)[WG_SUMS(N)])
 {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WG / 32, c = lane % 4;
     const float post[2] = {told.post[place[0]], told.post[place[1]]};
@@ -527,8 +510,7 @@ wg_store(const struct moe_product &p, const struct wg_tell<(N + 31) / 32 * 32> &
 #pragma unroll
                 for (int e = 0; e < 2; e++) {
                     const float2 gu = wg_round(s[e] * post[0], s[2 + e] * post[1]);
-                    y[e] =
-                        E4M3 ? dev_gate_near(gu.x, gu.y, p.limit) : dev_gate(gu.x, gu.y, p.limit);
+                    y[e] = dev_gate(gu.x, gu.y, p.limit);
                 }
                 v[j] = wg_pack(y[0] * weight.x, y[1] * weight.y);
             } else {
@@ -544,11 +526,54 @@ wg_store(const struct moe_product &p, const struct wg_tell<(N + 31) / 32 * 32> &
     }
 }
 
+/* The same of codes, of n pairs. Nothing passes through shared memory, which answers late: of down,
+ * a thread has two neighbouring rows; of up, it gets the other one from four lanes on. */
+template <int N, bool UP>
+static __device__ __forceinline__ void
+wg_store_codes(const struct moe_product &p, const struct wg_tell<true, (N + 31) / 32 * 32> &told,
+               int n, int part, int group, const int (&place)[2], const float (&total)[WG_SUMS(N)])
+{
+    enum { AT_ONCE = 4 /* times eight pairs */ };
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % WG / 32, g = lane / 4, c = lane % 4;
+    const float post[2] = {told.post[place[0]], told.post[place[1]]};
+    const int col = UP ? part * 64 + group * 32 + warp * 8 + g / 2 * 2
+                       : part * WG_M + group * 64 + warp * 16 + g * 2;
+    const int pair = c * 2 + (UP ? g % 2 : 0);
+    const uint32_t order = UP ? g % 2 ? 0x3276 : 0x5410 : g % 2 ? 0x1032 : 0x3210;
+    const float limit = p.limit;
+    const int64_t ld = p.rows;
+    uint16_t *out = p.out + (told.tile.first + pair) * ld + col;
+    if (part * (UP ? 64 : WG_M) >= p.rows) return; /* rows are a multiple of 128 */
+#pragma unroll
+    for (int first = 0; first < N; first += AT_ONCE * 8) {
+        if (first >= n) break;
+#pragma unroll
+        for (int n0 = first; n0 < first + AT_ONCE * 8; n0 += 8, out += 8 * ld) {
+            const float *s = total + n0 / 2;
+            const float2 x = *(const float2 *)(told.x + n0 + c * 2);
+            const float v[4] = {s[0] * x.x * post[0], s[1] * x.y * post[0], s[2] * x.x * post[1],
+                                s[3] * x.y * post[1]};
+            if constexpr (UP) {
+                const float2 weight = *(const float2 *)(told.weight + n0 + c * 2),
+                             one = wg_round(v[0], v[2]), two = wg_round(v[1], v[3]);
+                const uint32_t mine = wg_pack(dev_gate_near(one.x, one.y, limit) * weight.x,
+                                              dev_gate_near(two.x, two.y, limit) * weight.y),
+                               other = __shfl_xor_sync(0xffffffffu, mine, 4);
+                if (n0 + pair < n) *(uint32_t *)out = __byte_perm(mine, other, order);
+            } else {
+                const uint32_t one = wg_pack(v[0], v[2]), two = wg_pack(v[1], v[3]);
+                if (n0 + pair < n) *(uint32_t *)out = __byte_perm(one, 0, order);
+                if (n0 + pair + 1 < n) *(uint32_t *)(out + ld) = __byte_perm(two, 0, order);
+            }
+        }
+    }
+}
+
 /* A group of consumers. */
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void
 wg_consume_all(const struct moe_product &p, struct wg_ring r, struct wg_told t,
-               const struct wg_tell<wg_shape<F, E4M3, N>::COLUMNS> *told,
+               const struct wg_tell<E4M3, wg_shape<F, E4M3, N>::COLUMNS> *told,
                const struct wg_items &items, int group, uint4 *tmp)
 {
     for (int at = items.at; at < items.n; at += items.step) {
@@ -563,14 +588,19 @@ wg_consume_all(const struct moe_product &p, struct wg_ring r, struct wg_told t,
         float total[WG_SUMS(N)];
 #pragma unroll
         for (int i = 0; i < WG_SUMS(N); i++) total[i] = 0.0f;
-        if constexpr (E4M3)
+        if constexpr (E4M3) {
             wg_consume_tile<F, N>(p, &r, rows, n, total);
-        else
+            if (p.up)
+                wg_store_codes<N, true>(p, now, n, part, group, rows.place, total);
+            else
+                wg_store_codes<N, false>(p, now, n, part, group, rows.place, total);
+        } else {
             wg_widen_tile<F, N>(p, &r, rows, n, total);
-        if (p.up)
-            wg_store<E4M3, N, true>(p, now, part, group, rows.place, tmp, total);
-        else
-            wg_store<E4M3, N, false>(p, now, part, group, rows.place, tmp, total);
+            if (p.up)
+                wg_store<N, true>(p, now, part, group, rows.place, tmp, total);
+            else
+                wg_store<N, false>(p, now, part, group, rows.place, tmp, total);
+        }
         wg_release(t.read + t.slot);
         t.slot ^= 1, t.phase ^= t.slot ^ 1;
     }
@@ -584,8 +614,8 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
     using S = wg_shape<F, E4M3, N>;
     extern __shared__ __align__(16) uint8_t shared[];
     __shared__ uint64_t full[S::S], empty[S::S], there[2], read[2];
-    __shared__ __align__(16) uint4 tmp[WG_CONSUMERS * WG];
-    __shared__ __align__(16) struct wg_tell<S::COLUMNS> told[2];
+    __shared__ __align__(16) uint4 tmp[E4M3 ? 1 : WG_CONSUMERS * WG];
+    __shared__ __align__(16) struct wg_tell<E4M3, S::COLUMNS> told[2];
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::S; i++) {
             bar_init(full + i, 1);
@@ -608,7 +638,8 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
         if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, items);
     } else {
         if (N > 32) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        wg_consume_all<F, E4M3, N>(p, r, t, told, items, group, tmp + threadIdx.x / 32 * 32);
+        wg_consume_all<F, E4M3, N>(p, r, t, told, items, group,
+                                   tmp + (E4M3 ? 0 : threadIdx.x / 32 * 32));
     }
 }
 #else

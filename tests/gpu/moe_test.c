@@ -28,7 +28,9 @@ struct shape {
     int32_t E, k, D, I, T;
     bool skewed;
     bool codes; /* experts are placed for products of codes, and multiplied so */
-    int spread; /* mxfp4 scales are this many powers of two apart; 0: 7 */
+    /* mxfp4 scales are this many powers of two apart; 0: 7; negative: so are they, and blocks of x
+     * are up to 20 apart */
+    int spread;
 };
 enum { HOST, DEVICE, WIDENED /* on the device, products in bf16 */, N_PLACES };
 struct fixture {
@@ -106,7 +108,7 @@ static void draw(struct fixture *f, const struct shape *s)
         if (s->fmt == KERN_W_BF16 && i % 2) b = (uint8_t)((b & 0x80) | 0x3c);
         if (i >= SCALES_AT)
             b = (uint8_t)((s->fmt == KERN_W_NVFP4 ? 16 : 116) +
-                          b % (s->spread ? s->spread + 1 : 8));
+                          b % (s->spread ? abs(s->spread) + 1 : 8));
         f->block[i] = b;
     }
     for (int32_t e = 0; e < s->E; e++) {
@@ -114,7 +116,8 @@ static void draw(struct fixture *f, const struct shape *s)
         f->w[0][1][e] = weight(f, 3 * e + 1, s->D, s->I);
         f->w[0][2][e] = weight(f, 3 * e + 2, s->I, s->D);
     }
-    for (int64_t i = 0; i < (int64_t)s->T * s->D; i++) f->x[i] = kern_bf16_encode(normal());
+    for (int64_t i = 0; i < (int64_t)s->T * s->D; i++)
+        f->x[i] = kern_bf16_encode(ldexpf(normal(), s->spread < 0 ? -(int)(i / 128 * 13 % 21) : 0));
     for (int32_t t = 0; t < s->T; t++)
         for (int32_t i = 0; i < s->k; i++) {
             int32_t e = (int32_t)next() % s->E;
@@ -299,21 +302,96 @@ static void test_moe__every_number_of_pairs_gives_the_same_bits(void **state)
     assert_int_equal(bad, 0);
 }
 
+/* A copy of a weight in room of its own: those drawn share theirs. */
+static void own(struct kern_weight *w)
+{
+    const size_t codes = (size_t)(w->n * w->row_bytes),
+                 scales = (size_t)((w->fmt == KERN_W_FP8 ? (w->n + 127) / 128 : w->n) *
+                                   w->scale_row_bytes);
+    void *data = malloc(codes), *scale = malloc(scales);
+    assert_true(data && scale);
+    memcpy(data, w->data, codes), memcpy(scale, w->scale, scales);
+    w->data = data, w->scale = scale;
+}
+static void disown(struct kern_weight *w)
+{
+    free((void *)(uintptr_t)w->data);
+    free((void *)(uintptr_t)w->scale);
+}
+
+/* w1 or w3 whose first of each 128 rows gives the largest activation of them, the same one in each
+ * 128, whatever one number of x is, if that is small: so blocks of activations have one scale. Has
+ * no weight for the first number of x. */
+static void level(const struct shape *s, struct kern_weight *w)
+{
+    uint8_t *data = (uint8_t *)(uintptr_t)w->data, *scale = (uint8_t *)(uintptr_t)w->scale;
+    const uint8_t top = (uint8_t)(116 + (s->spread ? s->spread : 7));
+    const bool fp8 = s->fmt == KERN_W_FP8;
+    for (int64_t n = 0; n < w->n; n++) {
+        uint8_t *row = data + n * w->row_bytes, *scales = scale + n * w->scale_row_bytes;
+        for (int64_t i = 0; i < w->row_bytes && fp8; i++)
+            row[i] = n % 128 ? row[i] & 0xbf : 0x48; /* up to 1.875, and 4 */
+        for (int64_t i = 0; i < w->scale_row_bytes && !fp8; i++)
+            scales[i] = n % 128 == 0 ? top : scales[i] > top - 2 ? scales[i] - 3 : scales[i];
+        if (!fp8 && n % 128 == 0) memset(row, 0x77, (size_t)w->row_bytes);
+        row[0] &= fp8 ? 0 : 0xf0;
+    }
+    for (int64_t i = 0; i < w->n / 128 * w->scale_row_bytes && fp8; i++)
+        scale[i] = (uint8_t)(116 + i % w->scale_row_bytes * 5 % 8);
+}
+
+/* x as products of codes see it: quantized by one scale a row. Quantized again by blocks, it is the
+ * same. */
+static void by_one_scale(uint16_t *x, int32_t n)
+{
+    float most = 0;
+    for (int32_t i = 0; i < n; i++) most = fmaxf(most, fabsf(kern_bf16_decode(x[i])));
+    const uint8_t c = kern_e4m3_scale_code(most);
+    const float inverse = kern_ue8m0_inverse(c), scale = kern_ue8m0_decode(c);
+    for (int32_t i = 0; i < n; i++)
+        x[i] = kern_bf16_encode(
+            kern_e4m3_decode(kern_e4m3_encode(kern_bf16_decode(x[i]) * inverse)) * scale);
+}
+
+/* Products of codes and of bf16 of the same numbers are equal; returns those that are zero. */
+static int64_t equal_kinds(struct fixture *f, const char *what)
+{
+    const struct shape *s = &f->s;
+    double rms;
+    float *codes = run(f, DEVICE, 0, s->T);
+    for (int32_t t = 0; t < s->T && s->codes; t++) by_one_scale(f->x + (int64_t)t * s->D, s->D);
+    float *widened = run(f, WIDENED, 0, s->T);
+    const int64_t n = (int64_t)s->T * s->D, other = differ(codes, widened, n, &rms);
+    int64_t zeros = 0, n_nan = 0;
+    for (int64_t i = 0; i < n; i++) zeros += widened[i] == 0, n_nan += isnan(widened[i]);
+    print_message("%s: %s: %lld of %lld differ, rms %.2e; %lld zeros, %lld NaN\n", s->name, what,
+                  (long long)other, (long long)n, rms, (long long)zeros, (long long)n_nan);
+    for (int64_t i = 0; i < n && other; i++)
+        if (kern_bits(codes[i]) != kern_bits(widened[i]) && !(isnan(codes[i]) && isnan(widened[i])))
+            fail_msg("row %lld, element %lld: %a by codes, %a in bf16", (long long)(i / s->D),
+                     (long long)(i % s->D), (double)codes[i], (double)widened[i]);
+    free(codes), free(widened);
+    return zeros;
+}
+
 /* One number of each row of x and of w2 is not zero: no sum is rounded, so both kinds have the same
- * bits. Scales of zeros alone may be anything. */
+ * bits. Scales of zeros alone may be anything. Then also with another number, 2^0 to 2^23 as large,
+ * for which there is no weight, but which all codes of a row count from; with rows of zeros, and
+ * NaN. */
 static void test_moe__exact_sums_are_equal(void **state)
 {
     static struct fixture f;
-    double rms;
     draw(&f, *state);
     const struct shape *s = &f.s;
     for (int64_t i = 0; i < (int64_t)s->T * s->D; i++)
-        if (i % s->D != i / s->D * 37 % s->D) f.x[i] = 0;
-    for (int32_t e = 0; e < s->E; e++) { /* its own room: w1 and w3 share theirs */
+        f.x[i] = i % s->D == i / s->D * 37 % s->D
+                     ? kern_bf16_encode(kern_bf16_decode(f.x[i]) * 0x1p-4f)
+                     : 0;
+    for (int32_t e = 0; e < s->E; e++) {
         struct kern_weight *w = &f.w[HOST][1][e];
-        uint8_t *data = calloc((size_t)w->n, (size_t)w->row_bytes),
-                *scale = malloc((size_t)(w->n * w->scale_row_bytes));
-        assert_true(data && scale);
+        own(w);
+        uint8_t *data = (uint8_t *)(uintptr_t)w->data, *scale = (uint8_t *)(uintptr_t)w->scale;
+        memset(data, 0, (size_t)(w->n * w->row_bytes));
         for (int32_t i = 0; i < w->n; i++) {
             const int32_t c = (int32_t)next() % w->k;
             const uint8_t code = (uint8_t)next();
@@ -325,26 +403,38 @@ static void test_moe__exact_sums_are_equal(void **state)
         for (int64_t i = 0;
              i < (s->fmt == KERN_W_FP8 ? (w->n + 127) / 128 : w->n) * w->scale_row_bytes; i++)
             scale[i] = (uint8_t)(s->fmt == KERN_W_FP8 ? 118 + next() % 8 : 90 + next() % 50);
-        w->data = data, w->scale = scale;
+        for (int i = 0; i < 3; i += 2) own(&f.w[HOST][i][e]), level(s, &f.w[HOST][i][e]);
     }
     place(&f, DEVICE), place(&f, WIDENED);
-    float *codes = run(&f, DEVICE, 0, s->T), *widened = run(&f, WIDENED, 0, s->T);
-    const int64_t n = (int64_t)s->T * s->D, other = differ(codes, widened, n, &rms);
-    int64_t zeros = 0;
-    for (int64_t i = 0; i < n; i++) zeros += widened[i] == 0;
-    print_message("%s: exact sums: %lld of %lld differ, rms %.2e; %lld zeros\n", s->name,
-                  (long long)other, (long long)n, rms, (long long)zeros);
-    for (int64_t i = 0; i < n && other; i++)
-        if (kern_bits(codes[i]) != kern_bits(widened[i]))
-            fail_msg("row %lld, element %lld: %a by codes, %a in bf16", (long long)(i / s->D),
-                     (long long)(i % s->D), (double)codes[i], (double)widened[i]);
-    assert_true(zeros < n * 9 / 10);
-    for (int32_t e = 0; e < s->E; e++) {
-        free((void *)(uintptr_t)f.w[HOST][1][e].data);
-        free((void *)(uintptr_t)f.w[HOST][1][e].scale);
+    const int64_t n = (int64_t)s->T * s->D;
+    assert_true(equal_kinds(&f, "exact sums") < n * 9 / 10);
+    for (int32_t t = 0; t < s->T; t++) {
+        uint16_t *x = f.x + (int64_t)t * s->D;
+        x[0] = kern_bf16_encode(ldexpf(1.0f + 0.1f * normal(), t % 24 - 4));
+        if (t % 50 == 7) x[5] = 0x7fc0;
+        if (t % 50 == 9) memset(x, 0, (size_t)s->D * 2);
     }
-    free(codes), free(widened);
+    assert_true(equal_kinds(&f, "beside large numbers") < n * 9 / 10);
+    for (int32_t e = 0; e < s->E; e++)
+        for (int i = 0; i < 3; i++) disown(&f.w[HOST][i][e]);
     unplace(&f, DEVICE), unplace(&f, WIDENED);
+    tear_down(&f);
+}
+
+/* A row with an infinite number changes no other. */
+static void test_moe__infinite_rows_stay_alone(void **state)
+{
+    static struct fixture f;
+    set_up(&f, *state);
+    const int64_t D = f.s.D;
+    float *before = run(&f, DEVICE, 0, f.s.T);
+    for (int32_t t = 3; t < f.s.T; t += 7) f.x[t * D + t % D] = t % 2 ? 0x7f80 : 0xff80;
+    float *after = run(&f, DEVICE, 0, f.s.T), *again = run(&f, DEVICE, 0, f.s.T);
+    assert_memory_equal(after, again, (size_t)(f.s.T * D) * 4);
+    for (int32_t t = 0; t < f.s.T; t++)
+        if (t < 3 || (t - 3) % 7) assert_memory_equal(after + t * D, before + t * D, (size_t)D * 4);
+    free(before), free(after), free(again);
+    unplace(&f, DEVICE);
     tear_down(&f);
 }
 
@@ -587,6 +677,9 @@ int main(int argc, char **argv)
          0},
         {"mxfp4 by codes, hot", KERN_W_MXFP4, KERN_AQ_A128, 4, 2, 1024, 512, 1200, false, true, 11},
         {"fp8 by codes", KERN_W_FP8, KERN_AQ_A128, 16, 4, 4096, 2048, 900, true, true, 0},
+        {"mxfp4 by codes, uneven", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 4096, 2048, 500, false, true,
+         -7},
+        {"fp8 by codes, uneven", KERN_W_FP8, KERN_AQ_A128, 8, 2, 4096, 2048, 500, false, true, -7},
     };
     static const struct shape pairs[] = {
         {"mxfp4 few pairs", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 1024, 512, 40, false, true, 0},
@@ -609,7 +702,7 @@ int main(int argc, char **argv)
         N_BOTH = sizeof pairs / sizeof *pairs,
         N_NUMBERS = sizeof numbers / sizeof *numbers
     };
-    struct CMUnitTest tests[N + N_CODES + 2 * N_BOTH + N_NUMBERS + N_LAYERS + 16];
+    struct CMUnitTest tests[N + N_CODES + 3 * N_BOTH + N_NUMBERS + N_LAYERS + 16];
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
@@ -630,11 +723,12 @@ int main(int argc, char **argv)
         tests[n++] = (struct CMUnitTest){numbers[i].name,
                                          test_moe__every_number_of_pairs_gives_the_same_bits, NULL,
                                          NULL, (void *)(uintptr_t)&numbers[i]};
-    for (int i = 0; i < 2 * N_BOTH && codes; i++)
-        tests[n++] = (struct CMUnitTest){pairs[i / 2].name,
-                                         i % 2 ? test_moe__codes_are_near_widened
-                                               : test_moe__exact_sums_are_equal,
-                                         NULL, NULL, (void *)(uintptr_t)&pairs[i / 2]};
+    for (int i = 0; i < 3 * N_BOTH && codes; i++)
+        tests[n++] = (struct CMUnitTest){pairs[i / 3].name,
+                                         i % 3 == 0   ? test_moe__codes_are_near_widened
+                                         : i % 3 == 1 ? test_moe__exact_sums_are_equal
+                                                      : test_moe__infinite_rows_stay_alone,
+                                         NULL, NULL, (void *)(uintptr_t)&pairs[i / 3]};
 #ifdef TOW_CUDA
     for (int i = 0; i < N_WIDE && codes; i++)
         tests[n++] =
