@@ -265,8 +265,9 @@ struct kern_attention {
     enum kern_dtype act;
 };
 
-/* Attention and what its output goes through: attention, back, wo_a, wo_b, one after the other and
- * with the same bits. What only they hand on (attention.o, wo_a.y) is undefined afterwards. */
+/* Attention and what its output goes through: attention, heads_rope, linear and linear once more,
+ * one after the other and with the same bits. Each reads what the one before it writes; what only
+ * they hand on (attention.o, wo_a.y) is undefined afterwards. */
 struct kern_attend {
     struct kern_attention attention;
     struct kern_heads_rope back; /* of attention.o; without a norm */

@@ -24,16 +24,16 @@ struct attn_job {
 
 /* attention_wgmma_cuda.cu, attention_few_cuda.cu, attention_spread_cuda.cu: bf16 activations, keys
  * of 448 e4m3 (or bf16) and 64 bf16 values; q, kv, o and pages 16-byte aligned. The second: for
- * rows so few that two CTAs for each 64 heads of a row find room at once; the third: that eight do,
- * with room of so many bytes for each. Enqueue; false: the driver refuses to describe the
- * queries. */
+ * rows so few that two CTAs for each 64 heads of a row find room at once; the third: that eight do;
+ * room: device memory of the call's, ATTN_SPREAD_ROOM bytes for each CTA. All give the same bits.
+ * Enqueue; false: the driver refuses to describe the queries. */
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 bool attention_few(struct kern_stream *s, const struct attn_job *j);
 bool attention_spread(struct kern_stream *s, const struct attn_job *j, void *room);
 enum { ATTN_SPREAD_ROOM = 8448 };
 
-/* attention_cuda.cu: kern_attention_cuda(). With `back`, and where it can, o becomes what attn_job
- * says of angles; *slots: it did. */
+/* attention_cuda.cu: what kern_attention_cuda() does and returns. With `back` (or NULL), where the
+ * kernel that takes the rows can, o becomes what attn_job says of angles; *slots: it did. */
 int attention_run(struct kern_stream *s, const struct kern_attention *p,
                   const struct kern_heads_rope *back, bool *slots);
 

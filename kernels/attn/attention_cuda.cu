@@ -497,10 +497,11 @@ static bool clusters_fit(const struct kern_stream *s, const struct attn_job *j, 
 {
     return j->T * cuda_ceil(j->H, 64) * n <= s->n_sm;
 }
-/* The model's width on sm_90a. Of eight, one multiprocessor in nine finds no neighbours. */
+/* The model's width on sm_90a. Clusters of eight count as nine: some multiprocessors have too few
+ * neighbours to be part of one. */
 static bool attention_model(struct kern_stream *s, const struct attn_job *j)
 {
-    /* Taken by any number of rows, for later, when there are few, there may be no more. */
+    /* Taken however many rows there are: when they are few, later, memory may be used up. */
     void *room = cuda_scratch(s, CUDA_SLOT_OP, (size_t)s->n_sm * ATTN_SPREAD_ROOM);
     if (!room) return true; /* cuda_done() knows */
     if (clusters_fit(s, j, 9)) return attention_spread(s, j, room);
@@ -544,6 +545,7 @@ int attention_run(struct kern_stream *s, const struct kern_attention *p,
     } else if (!by_wgmma(s, &j)) {
         launch_tiled(s, &j);
     } else {
+        /* Only attention_wgmma() stores so; it reads angles by 16 bytes. */
         *slots = back && back->inverse && back->rd == j.k.rd && !clusters_fit(s, &j, 2) &&
                  (((uintptr_t)back->cos | (uintptr_t)back->sin) & 15) == 0;
         if (*slots) j.cos = back->cos, j.sin = back->sin;

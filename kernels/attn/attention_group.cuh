@@ -1,5 +1,5 @@
-/* kernels/attn/attention_group.cuh - what the kernels of few rows share: a warpgroup's weights of a
- * tile, and how warps tell others of the cluster (sm_90a). */
+/* kernels/attn/attention_group.cuh - what attention_few_cuda.cu and attention_spread_cuda.cu share
+ * (sm_90a): a warpgroup's weights of a tile, and how warps tell others of the cluster. */
 #ifndef KERN_ATTN_ATTENTION_GROUP_CUH
 #define KERN_ATTN_ATTENTION_GROUP_CUH
 
@@ -10,6 +10,7 @@
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
+/* To N registers a thread, a multiple of 8; every warp of a warpgroup. */
 template <int N> static __device__ __forceinline__ void set_registers_less(void)
 {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
@@ -18,20 +19,22 @@ template <int N> static __device__ __forceinline__ void set_registers_more(void)
 {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
+/* What the warp's lanes did before is done: one arrival. */
 static __device__ __forceinline__ void arrive(uint64_t *bar)
 {
     __syncwarp();
     if (threadIdx.x % 32 == 0) bar_arrive(bar);
 }
-/* Only what is waited for: a CTA may leave else. */
+/* The same at CTA `rank` of the cluster. Only where somebody waits for it: that CTA might have left
+ * otherwise. */
 static __device__ __forceinline__ void arrive_at(uint64_t *bar, int rank)
 {
     __syncwarp();
     if (threadIdx.x % 32 == 0) bar_arrive_at(bar, rank);
 }
 
-/* The same where it may be this CTA: then each thread says so. One of a warp for all, after
- * __syncwarp(), is seen as well, but not by compute-sanitizer (racecheck). */
+/* The same where it may be this CTA, `own`: then each thread arrives, 32 arrivals a warp. One for
+ * all after __syncwarp() would be as good, but racecheck does not follow that order. */
 static __device__ __forceinline__ void arrive_at_own(uint64_t *bar, int own, int rank)
 {
     if (own == rank)
@@ -46,8 +49,8 @@ static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
     return (descriptor & ~(uint64_t)0xffffffff) | (uint32_t)((uint32_t)descriptor + (bytes >> 4));
 }
 
-/* A tile's weights of this thread's two heads, against the tile's own references. p lies as wgmma
- * wants it from registers. */
+/* A tile's weights of this thread's two heads, against the tile's own references: bf16 by twos, as
+ * wgmma wants them from registers. Made of scores s, keys from k0 on of n. */
 struct weights {
     uint32_t p[16];
     float reference[2];

@@ -95,7 +95,8 @@ static __device__ __forceinline__ void search_end(const struct attn_job &j, cons
 
 /* ------------------------------------------------------------------ producers */
 
-/* What was read ahead of no key in e4m3 is not looked at. */
+/* Where to read ahead from: anywhere that can be read for a key that is not in e4m3, as what comes
+ * is not looked at. */
 static __device__ __forceinline__ const uint8_t *
 or_any(const struct attn_job &j, const struct key_source &s, const uint8_t *from)
 {

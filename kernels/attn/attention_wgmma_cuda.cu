@@ -14,7 +14,8 @@
  *     first    scores 0 | weights 0 |  V 0   V 1  | scores 2 ...
  *     second   scores 1 | weights 1 |  V 0 | V 1  | scores 3 ...
  * Queries come by the copy engine; the output goes through the half of the last tile that its group
- * alone still reads.
+ * alone still reads, or, turned back and in the order of slots (attend), to memory as threads have
+ * it.
  * Weights (softmax.cuh) are made against the tile's own maximum and then scaled by a power of two
  * to the row's reference, and so is what has been summed when that rises: the result is that of the
  * final maximum, in one pass, for all but numbers below 2^-118. The denominator adds the rounded

@@ -1,12 +1,13 @@
 /* kernels/attn/index_query.cuh - heads of index queries by a warp: rotation, Hadamard transform and
  * the quantizer's round trip, in place; for index_query and for prepare.
  *
- * A lane has two or four pieces of eight neighbours of a head, as far apart, and a warp as many heads
- * as fit: so each access is of whole sectors. Two have more lanes at work, four fewer instructions
- * for a head (only stages across lanes cost two for a value). Stages of the transform within a
- * lane are plain, those across lanes exchange by shuffle: the additions are the twin's, one for
- * one, so codes are equal. What is bf16 anyway is quantized by twos in bf16: scales are powers of
- * two, and a value is rounded to a code by adding and taking away again what leaves no finer bits.
+ * A lane has two or four pieces of eight neighbours of a head, evenly spread over it, and a warp as
+ * many heads as fit: so each access is of whole sectors. With two pieces more lanes are at work,
+ * with four a head takes fewer instructions (stages across lanes cost two a value, others one).
+ * Stages of the transform within a lane are plain, those across lanes exchange by shuffle: the
+ * additions are the twin's, one for one, so codes are equal. What is bf16 anyway is quantized by
+ * twos in bf16: scales are powers of two, and a value is rounded to a code by adding and taking
+ * away again what leaves no finer bits.
  */
 #ifndef KERN_ATTN_INDEX_QUERY_CUH
 #define KERN_ATTN_INDEX_QUERY_CUH

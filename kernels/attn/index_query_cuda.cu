@@ -1,9 +1,9 @@
 /* kernels/attn/index_query_cuda.cu - index queries: a warp takes as many heads as fit. Reads and
  * writes each value once, which takes five sixths of its time where rows are many.
  *
- * Where rows are many a block has the same heads of one row after the other, and the next row's come
- * to shared memory meanwhile: a warp that waited for memory, then for angles, then for its own long
- * chain of instructions would keep neither memory nor the schedulers busy.
+ * Where rows are many a block has the same heads of one row after the other, and the next row's
+ * come to shared memory meanwhile: a warp that waited for memory, then for angles, then for its own
+ * long chain of instructions would keep neither memory nor the schedulers busy.
  */
 #include "kernels/attn/index_query.cuh"
 

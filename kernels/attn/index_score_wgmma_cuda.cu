@@ -5,12 +5,12 @@
  * sequence to itself, else four. A block's queries stand in shared memory, and so does a ring of
  * tiles, some ahead of use, that the copy engine fills.
  *
- * Four rows (`score_tiles`): tiles go to the CTA's warpgroups in turn: a group multiplies when it is
- * its turn, adds up the heads while the others multiply, and finishes and stores a product's scores
- * when its next product is nearly done. Without turns all groups multiply at once and then all add
- * up (a tenth slower). A group's round, from turn to turn, takes longer than the products of all
- * groups, and any latency in it counts: so sums change hands in shared memory. (A group of helpers
- * that finished for all others was what all waited for.) One row (`score_rows`): no turns, see
+ * Four rows (`score_tiles`): tiles go to the CTA's warpgroups in turn: a group multiplies when it
+ * is its turn, adds up the heads while the others multiply, and finishes and stores a product's
+ * scores when its next product is nearly done. Without turns all groups multiply at once and then
+ * all add up (a tenth slower). A group's round, from turn to turn, takes longer than the products
+ * of all groups, and any latency in it counts: so sums change hands in shared memory. (A group that
+ * finished for all the others was what all waited for.) One row (`score_rows`): no turns, see
  * there.
  *
  * Keys that multiply as they lie (bf16; fp8 where products of codes are allowed, cuda_fp8_products)
@@ -61,12 +61,13 @@ template <int FMT, bool CODES, int R> struct plan {
     using k = keys<FMT, CODES>;
     static constexpr int GROUPS = R == 1 || CODES ? 4 : 3; /* as many as have the registers */
     static constexpr int THREADS = GROUP * GROUPS;
-    /* The last instructions of a product, during which the next one's turn begins (several rows). */
+    /* Several rows: a product's last instructions, during which the next one's turn begins. */
     static constexpr int TAIL = 2;
     static constexpr int N = R == 1 ? HEADS : 2 * HEADS; /* columns of a product */
     static constexpr int HALF = N * 128;                 /* bytes: N heads' rows of 128 */
-    /* Tiles under way. For one row 70 KB of a multiprocessor hide memory's latency, and more make
-     * reading slower; several rows' are a power of two. */
+    /* Tiles under way. For one row some 70 KB on each multiprocessor hide memory's latency, and
+     * more make reading slower. For several rows a power of two: the ring is indexed by a count
+     * that may wrap around. */
     static constexpr int STAGES =
         R == 1 ? (FMT == KERN_IK_FP4 ? 12 : 8) : (FMT == KERN_IK_BF16 ? 8 : 16);
     static constexpr int EACH = (STAGES + GROUPS - 1) / GROUPS; /* of a group */
@@ -104,8 +105,8 @@ static __device__ __forceinline__ void slot_wait(int slot)
     asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"((int)GROUP) : "memory");
 }
 
-/* Starts the copies of a tile, which lies in the part `from` of page `id`, to a slot of the ring. One
- * thread calls it. A page has 1 << shift tiles, and scales behind its keys. */
+/* Starts the copies of a tile, which lies in the part `from` of page `id`, to a slot of the ring.
+ * One thread calls it. A page has 1 << shift tiles, and `scales` bytes into the part its scales. */
 template <int FMT, bool CODES, int R>
 static __device__ __forceinline__ void
 fill_slot(uint8_t *shared, uint32_t stage, uint64_t *full, const CUtensorMap *map, uint32_t shift,
@@ -364,8 +365,8 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
     float *weights = (float *)(shared + l::WEIGHTS);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / GROUP;
     float *sums = (float *)(shared + l::SUMS) + threadIdx.x / 32 * 128;
-    /* Of a quad of columns this thread's, and its keys' row. Of what it finishes: the key of a tile,
-     * and of a product's queries the one. */
+    /* Of a quad of columns this thread's, and its keys' row. Of what it finishes: the key of a
+     * tile, and of a product's queries the one. */
     const int c = lane % 4, row = key_of_row<FMT, CODES>(lane / 4);
     const int query = lane / 16, mine = warp * 16 + lane % 16;
     /* Of a group, the one that starts copies: each on another of the four schedulers. */

@@ -191,9 +191,9 @@ static __device__ __forceinline__ void dev_quant16_a128(uint4 (&v)[2])
     }
 }
 
-/* Eight lanes have 64 elements, eight each in v; afterwards each has a piece of eight of their order
- * of slots, and says which. Lane n's word c is word n / 2 of piece n % 2 * 4 + c: lanes with the
- * same n % 2 change words with each other. */
+/* Eight lanes have 64 elements, eight each in v; afterwards each has a piece of eight of their
+ * order of slots, and returns which. Lane n's word c is word n / 2 of piece n % 2 * 4 + c: lanes
+ * with the same n % 2 change words with each other. Every lane of the warp calls it. */
 static __device__ __forceinline__ uint32_t dev_to_slots(uint4 *v)
 {
     const uint32_t lane = threadIdx.x % 8;

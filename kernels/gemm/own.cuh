@@ -14,10 +14,10 @@ enum {
     OWN_SPAN = 128,   /* elements of x that a warp quantizes at a time */
     OWN_BATCH = 8,    /* spans loaded before the first is quantized */
     OWN_SQUARE = 256, /* elements of a row whose squares are one sum (rmsnorm) */
-    OWN_SQUARES = 32,
+    OWN_SQUARES = 32, /* of these sums, a lane each: a normed row has at most 8192 elements */
 };
 
-/* What rows become before they are quantized. */
+/* What rows become before they are quantized, and of what: borrowed from the set's norm or rope. */
 enum before { AS_THEY_ARE, NORMED, TURNED };
 struct change {
     struct kern_vec w; /* NORMED */

@@ -71,8 +71,9 @@ bool cuda_set_takes(enum kern_wfmt fmt, const struct cuda_product *p);
 bool cuda_set_fits(const struct cuda_set *a);
 void cuda_product_set(struct kern_stream *s, const struct cuda_set *a);
 
-/* The same where K is whole blocks and there are not too many weight rows: fp8 and bf16 weights, up
- * to 8 rows. */
+/* stream_cuda.cu: the same for up to 8 rows of fp8 and bf16 weights, K of whole blocks, where there
+ * are weight rows for at least half of the multiprocessors and what they need fits in shared
+ * memory. Call the second only where the first says true. */
 bool cuda_stream_fits(const struct kern_stream *s, const struct cuda_set *a);
 void cuda_product_stream(struct kern_stream *s, const struct cuda_set *a);
 
@@ -105,13 +106,14 @@ bool cuda_codes_narrow_fits(const struct kern_stream *s, const struct cuda_produ
 bool cuda_codes_own(const struct cuda_product *p);
 bool cuda_product_codes_narrow(struct kern_stream *s, const struct cuda_product *p);
 
-/* linear_cuda.cu: would this product read its rows, x as it is, in the order of slots; and it, of
- * rows that are. */
+/* linear_cuda.cu: would this product have its rows, not quantized, put into the order of slots
+ * first? Then the second multiplies rows that lie so in p->x. Returns 0 or TOW_E*. */
 bool cuda_linear_reads_slots(const struct kern_stream *s, const struct kern_linear *p);
 int cuda_linear_of_slots(struct kern_stream *s, const struct kern_linear *p);
 
-/* The same of codes: what makes x may make codes instead, to *codes in scratch that lasts until the
- * next product (where scales go, too). NULL codes: no memory. */
+/* The same of codes: what makes x may make codes instead. cuda_codes_for() says where codes and
+ * scales go, in scratch that lasts until the stream's next product; its codes are NULL where there
+ * is no memory. */
 bool cuda_linear_reads_codes(const struct kern_stream *s, const struct kern_linear *p);
 struct cuda_codes cuda_codes_for(struct kern_stream *s, const struct kern_linear *p);
 int cuda_linear_of_codes(struct kern_stream *s, const struct kern_linear *p,

@@ -9,10 +9,10 @@
  * them, of all its tiles in turn, through a ring of stages of its own in shared memory: no warp
  * waits for another. All block sums are kept in shared memory, and in the end one thread per output
  * adds them in ascending order.
- * Of products one after the other (wo_b: 11.3 us, its bytes 7.9) slower, as timed: 128 blocks for
- * 132 multiprocessors, 13.7 us, for soon some have two blocks of one product and others none;
- * stages filled by the copy engine, and the rest of the weights asked for ahead to the second-level
- * cache, 1 to 2 us more each.
+ * Bound    Of products one after the other wo_b takes 11.3 us, its bytes 7.9. Slower were: 128
+ *          blocks for 132 multiprocessors (13.7 us: soon some have two blocks of one product and
+ *          others none); stages filled by the copy engine; the rest of the weights asked for ahead
+ *          to the second-level cache (1 to 2 us more each).
  */
 #include "kernels/gemm/own.cuh"
 
@@ -71,7 +71,7 @@ static __device__ __forceinline__ void fetch16(uint32_t to, const uint8_t *from)
                  "l"(__cvta_generic_to_global(from))
                  : "memory");
 }
-/* Does not change v; but what is made of it the compiler keeps, where it would make it again. */
+/* v. How it was made is hidden from the compiler, which so keeps it instead of making it anew. */
 template <typename V> static __device__ __forceinline__ V kept(V v)
 {
     if constexpr (sizeof v == 8)
@@ -255,8 +255,8 @@ static size_t bytes_of(const struct cuda_product *p, int64_t n, bool own, bool n
 /* Tiles to blocks of threads, one for each multiprocessor, each product with its part of the bytes.
  * If some had none, or two, so would the next product's, and the one after that. But what has
  * groups reads attention's heads, and attention of a row keeps four multiprocessors to itself until
- * it ends: if these can be done without, they are (wo_a 2.7 us sooner). *blocks: how many in all.
- * False: it does not fit. */
+ * it ends: if these can be done without, they are (wo_a 2.7 us sooner). *blocks: how many in all;
+ * *bytes: shared memory of the largest. False: it does not fit. */
 static bool plan(const struct kern_stream *s, const struct cuda_set *a, struct job *j,
                  int32_t *blocks, size_t *bytes)
 {
@@ -286,7 +286,7 @@ static bool plan(const struct kern_stream *s, const struct cuda_set *a, struct j
         if (one > *bytes) *bytes = one;
     }
     *blocks = (int32_t)begin;
-    /* Of few tiles, k must be shared out. */
+    /* Few tiles would leave multiprocessors idle: few_cuda.cu shares out k. */
     return *bytes <= (size_t)s->max_shared && 2 * begin >= s->n_sm;
 }
 

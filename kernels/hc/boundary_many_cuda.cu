@@ -267,7 +267,8 @@ template <typename M> static __device__ __forceinline__ void send_sums(const str
 
 /* Some more rounds for comb of the own rows of n tiles, one in each lane. Rounds are counted from 1
  * on; returns the next, or 0 when comb and post are in memory. comb is read anew each time: kept in
- * registers it would have others spilled that the rows' pre waits for, a twentieth of the kernel. */
+ * registers it would have others spilled that the rows' pre waits for, a twentieth of the
+ * kernel. */
 template <typename M>
 static __device__ __forceinline__ int32_t balance_rows(const struct kern_hc_boundary &p,
                                                        const struct place &at, M *m, uint32_t first,
