@@ -5,8 +5,11 @@
  *          between them, or to what the host does before and after, none of our own clocks can say.
  * Cost     Records take time of their own, so kernels follow each other less closely than untraced:
  *          the caller prints both times.
- * Absent   Built without CUPTI's header (of CUDA 13), or without the library at run time (libcupti.so.13 beside
- *          CUDA's own, or in LD_LIBRARY_PATH): trace_open() says so and is false.
+ * Absent   Built without CUPTI's header (of CUDA 13), or without the library at run time
+ *          (libcupti.so.13 beside CUDA's own, or in LD_LIBRARY_PATH): trace_open() says so and is
+ *          false.
+ * Use      trace_open() once; then trace_begin(), each pass between trace_pass_begin() and
+ *          trace_pass_end(), trace_end(), trace_free(). One thread; in one file of a program.
  */
 #ifndef TESTS_GPU_TRACE_H
 #define TESTS_GPU_TRACE_H
@@ -22,10 +25,9 @@ struct trace_kernel {
 
 /* Sums over the passes that were traced, in seconds. */
 struct trace {
-    double before,
-        after;   /* host: from a pass's begin to its first kernel; from its last to its end */
-    double busy; /* any kernel runs */
-    double gaps, longest;         /* between a pass's kernels none runs */
+    double before, after;         /* from a pass's begin to its first kernel; its last to its end */
+    double busy;                  /* any kernel runs */
+    double gaps, longest;         /* between a pass's kernels none runs: all, the longest one */
     double sum;                   /* of kernels, one by one: above busy, several run at once */
     int n, n_gaps;                /* kernels; gaps among them */
     struct trace_kernel *kernels; /* owned; freed by trace_free() */
@@ -147,6 +149,7 @@ static const CUpti_ActivityKind trace_kinds[] = {
     CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL, CUPTI_ACTIVITY_KIND_MEMCPY, CUPTI_ACTIVITY_KIND_MEMSET};
 enum { TRACE_KINDS = sizeof trace_kinds / sizeof *trace_kinds };
 
+/* Finds the library. False: it says why on stdout. */
 static inline bool trace_open(void)
 {
     static const char *const files[] = {"libcupti.so.13", "libcupti.so"};
@@ -179,6 +182,7 @@ static inline bool trace_open(void)
     return rc == CUPTI_SUCCESS;
 }
 
+/* Records from now on. False: it says why on stdout, and trace_end() need not be called. */
 static inline bool trace_begin(void)
 {
     tracer.n_events = 0;
@@ -240,6 +244,8 @@ static void trace_add(struct trace *t, uint64_t begin, uint64_t end)
     if (reached && end > reached) t->after += (double)(end - reached) * 1e-9;
 }
 
+/* Ends recording. Caller frees *t with trace_free(). False: nothing ran in the passes, and there is
+ * nothing to free. */
 static inline bool trace_end(struct trace *t)
 {
     memset(t, 0, sizeof *t);
@@ -255,6 +261,7 @@ static inline bool trace_end(struct trace *t)
     tracer.n_names = tracer.room_names = 0;
     pthread_mutex_unlock(&tracer.lock);
     if (tracer.lost) printf("trace: records were lost for want of memory\n");
+    if (t->n == 0) free(t->kernels);
     return t->n > 0;
 }
 
