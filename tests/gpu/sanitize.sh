@@ -32,12 +32,13 @@ mkdir -p "$LOGS"
 
 # TEST|FILTER|TOOLS (all: the three)|cases of each op, of the 24 (linear: 72) random ones
 cases() {
-    for op in embed rmsnorm linear linears hc_collapse hc_expand hc_boundary rope_table heads_rope kv_prep \
-        window_store compress index_query prepare route moe swiglu ffn add mtp_mix sample; do
+    for op in embed rmsnorm linear linears hc_collapse hc_expand hc_boundary rope_table heads_rope \
+        kv_prep window_store compress index_query prepare route moe swiglu ffn add mtp_mix \
+        sample; do
         echo "parity|$op|all|6"
     done
     # Hundreds of calls a case, with the cache that is read filled first.
-    for op in index_select index_rank attention; do
+    for op in index_select index_rank attention attend; do
         echo "parity|$op|all|2"
     done
     cat <<'END'
@@ -91,7 +92,8 @@ if [ "$1" = --one ]; then
     # Two cores each, so that the twins' threads do not wait for each other.
     cores=$(nproc); from=$((2 * n % cores))
     set --
-    [ "$cores" -le 2 ] || ! command -v taskset >/dev/null || set -- taskset -c $from,$(((from + 1) % cores))
+    [ "$cores" -le 2 ] || ! command -v taskset >/dev/null ||
+        set -- taskset -c $from,$(((from + 1) % cores))
     TOW_TEST_QUICK=$quick timeout "${TOW_SANITIZE_SECONDS:-120}" "$@" "$SAN" --tool "$tool" \
         --error-exitcode 99 --print-limit 10 "$B/test/gpu/${test}_test" "$filter" >"$log" 2>&1
     rc=$?
