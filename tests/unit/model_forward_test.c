@@ -273,7 +273,8 @@ static void test_model_forward__fp8_products_are_refused_where_there_are_none(vo
 
 /* ------------------------------------------------------------------ repeated layers */
 
-/* dir/config.json with `from` replaced by `to`, to out_dir. */
+/* dir/config.json to out_dir, with edits: the first place that has one's first text gets its
+ * second. */
 static void copy_config(const char *dir, const char *out_dir, const char *const (*edits)[2],
                         int n_edits)
 {
