@@ -76,7 +76,7 @@ key_source_of(const struct attn_job &j, const struct key_found &f, uint32_t page
 }
 
 /* Whether some of the pieces of codes of a lane are odd: NaN, or a scale above 2^6 (times 2^120
- * those end beyond bf16). add() goes through them all; any() tells. */
+ * those end beyond bf16). add() takes codes, scales() four scales; any() tells of all or'ed. */
 struct key_odd {
     static __device__ __forceinline__ uint32_t add(uint32_t sum, const uint4 &c)
     {

@@ -4,6 +4,7 @@ at the shapes of tests/gpu/bench_*.c: to be read beside those lines. Needs torch
 exit 77.
 
     peers.py [--flash-mla FILE] [--deep-gemm FOLDER] [--only PART OF A LINE'S NAME]
+    make gpu-bench PEERS="the same flags"
 
 --flash-mla  FlashMLA's kernels as a library of torch operators: flash_mla/_C_legacy.abi3.so of the package
              sgl-flash-mla 1.0.0, which holds the kernels for Hopper and for rows of 584 bytes.
