@@ -8,9 +8,9 @@
 #
 # Logs and process ids lie in .run/ of the repository (TOW_RUN names another folder, for a second cluster).
 # `more flags` go to each program that has a flag of that name. Of several devices each worker of a role takes the
-# next one, after the last the first again: --prefill-device cuda:0 --decode-device cuda:1. Paths count from the
-# caller's folder. `status` says where more workers may join (--join). `down` ends exactly the processes that `up`
-# started.
+# next one, after the last the first again: --prefill-device cuda:0 --decode 2 --decode-device cuda:1,cuda:2.
+# Paths count from the caller's folder. `status` says where more workers may join (--join). `down` ends exactly the
+# processes that `up` started.
 ROOT=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd) || exit 1
 BIN=${TOW_BIN:-$ROOT/build/release/bin}
 RUN=${TOW_RUN:-$ROOT/.run}
@@ -19,7 +19,7 @@ DRAIN_S=${TOW_DRAIN_S:-70}   # how long `down` waits before a second signal
 MAX_WORKERS=64               # RTR_MAX_WORKERS of router/registry.h
 stop=                        # the exit status of an `up` that a signal ended
 
-die() { echo "local.sh: $*" >&2; exit 1; }
+die() { printf 'local.sh: %s\n' "$*" >&2; exit 1; }
 
 usage() {
     sed -n '2,13s/^# \{0,1\}//p' "$ROOT/deploy/local.sh" >&2
@@ -42,12 +42,22 @@ devices() { # FLAG VALUE
     esac
 }
 
+# A device more than there are workers would vanish silently.
+no_device_left() { # FLAG D,... WORKERS ROLE
+    commas=$(printf %s "$2" | tr -cd ,)
+    [ ${#commas} -lt "$3" ] || die "$1: '$2' has $((${#commas} + 1)) devices, more than --$4 has workers ($3)"
+}
+
 # The device of worker I, by turns; nothing if none is named.
 device_of() { # I D,...
     [ -n "$2" ] || return 0
-    IFS=,; set -f -- "$1" $2; set +f; unset IFS
+    # Before the words are made: a device is no pattern of file names.
+    set -f; IFS=,
+    # shellcheck disable=SC2086
+    set -- "$1" $2
+    set +f; unset IFS
     shift $(($1 % ($# - 1) + 1))
-    echo "$1"
+    printf '%s\n' "$1"
 }
 
 # When the process began, in clock ticks: with the pid it names one process for ever.
@@ -156,6 +166,8 @@ up() {
     # At least one of each role, or nothing is ever ready; a router takes MAX_WORKERS.
     whole --prefill "$n_prefill" 1 $((MAX_WORKERS - 1))
     whole --decode "$n_decode" 1 $((MAX_WORKERS - n_prefill))
+    no_device_left --prefill-device "$prefill_devices" "$n_prefill" prefill
+    no_device_left --decode-device "$decode_devices" "$n_decode" decode
     case $http in *:0) die "--http $http: clients and this script need a port they know, 1 to 65535" ;; esac
     case $control in
     *,*) die "--control $control: a local cluster has one router; must be one URL" ;;

@@ -126,11 +126,13 @@ class Local(unittest.TestCase):
                             (["--control", ""], ("--control", "empty")),
                             (["--prefill-device", "cpu,,cpu"], ("--prefill-device: 'cpu,,cpu'", "empty device")),
                             (["--decode-device", ""], ("--decode-device: ''", "empty device")),
+                            (["--prefill-device", "cpu,cpu"], ("--prefill-device: 'cpu,cpu'", "2 devices", "--prefill", "(1)")),
+                            (["--decode", "2", "--decode-device", "cpu,cpu,cpu"], ("3 devices", "--decode has", "(2)")),
                             (["--decode-device", "cpu", "--", "--device=cpu"], ("--device after --", "once"))):
             r = self.sh("up", *args)
             self.failed(r, "a", *words)
             self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
-        for value in ("", "0", "08", "010", "-1", "1x", "0x1", "64", "99999999999999999999"):
+        for value in ("a\\cb", "", "0", "08", "010", "-1", "1x", "0x1", "64", "99999999999999999999"):
             for flag in ("--prefill", "--decode"):
                 r = self.sh("up", flag, value)
                 self.failed(r, "a", "%s: '%s'" % (flag, value), "a whole number, 1 to 63")
@@ -195,6 +197,10 @@ class Local(unittest.TestCase):
         self.assertEqual(self.sh("down").returncode, 0)
         r = self.sh("up", "--http", http, "--decode", "2", "--decode-device", "cpu,gpu:7")
         self.failed(r, "a", "decode-1 ended", "gpu:7")
+        # It is neither a pattern of the names in the caller's folder nor does it have escapes.
+        for device in ("*", "a\\nb"):
+            r = self.sh("up", "--http", http, "--decode-device", device, cwd=self.dir.name)
+            self.failed(r, "a", "decode-0 ended", '--device "%s": ' % device)
 
     def test_up_that_is_ended_takes_its_cluster_down(self):
         for signum, n in ((signal.SIGTERM, 3), (signal.SIGTERM, 1), (signal.SIGHUP, 3)):
