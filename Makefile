@@ -125,7 +125,7 @@ help:
 	@echo "format format-check lint    clang-format in place, clang-format as a check, cppcheck"
 	@echo "install           the programs to DESTDIR/PREFIX/bin (PREFIX=/usr/local)"
 	@echo "clean             removes build/"
-	@echo "settings          VARIANT=release|asan|tsan|fuzz WERROR=1 CUDA=0 UCX_DIR= CC= PREFIX= DESTDIR= FUZZ_SECONDS="
+	@echo "settings          VARIANT=release|asan|tsan|fuzz WERROR=1 CUDA=0 UCX_DIR= CC= PREFIX= DESTDIR= FUZZ_SECONDS= PEERS='options of tests/gpu/peers.py'"
 
 # What was compiled with other flags is compiled again. (-Werror changes no object.)
 FLAGS_NOW := $(CC) $(filter-out -Werror,$(CFLAGS)) $(if $(CU_SRC),$(NVCC) $(filter-out -Werror all-warnings,$(NVCCFLAGS)))
@@ -212,7 +212,7 @@ $(B)/test/%: $(B)/obj/tests/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 $(B)/test/kernels/parity_test $(B)/test/gpu/parity_test: $(B)/obj/tests/kernels/op_cases.o
 
 # Programs that cluster tests drive.
-HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c))
+HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c)) $(if $(CU_SRC),$(B)/bench/gpu/bench_step)
 tests-build: $(TEST_BINS) $(HELPER_BINS)
 unit-test kernels-test golden-test fault-test gpu-test: %-test: all
 	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/% $(if $(filter gpu,$*),$(B)/test/golden/% $(B)/test/kernels/%_golden_test $(B)/test/unit/model_forward_test),$(TEST_BINS))
@@ -250,6 +250,7 @@ ifneq ($(wildcard $(dir $(NVCC))../include/cupti.h),)
 $(B)/obj/tests/gpu/bench_step.o: CFLAGS += -DTOW_CUPTI=1 -isystem $(dir $(NVCC))../include
 endif
 gpu-bench: all $(GPU_BENCHES)
+	@$(if $(GPU_BENCHES),:,echo "gpu-bench: $(B) was built without CUDA: ours skipped")
 	@for b in $(GPU_BENCHES); do $$b || [ $$? -eq 77 ] || exit 1; done
 	@python3 tests/gpu/peers.py $(PEERS) || [ $$? -eq 77 ]
 

@@ -29,12 +29,7 @@
  * 43 layers What the released model would take: ops of the window, c4 and c128 layers times 2, 21
  *           and 20, head and embedding once, scaled by rest / sum of ops.
  *
- * usage: bench_step CHECKPOINT [--device cuda:0] [--prefill 65536] [--chunk 8192]
- *                   [--batches 1,32,128] [--contexts 8192,65536] [--steps 15]
- *                   [--layers N|most] [--pages-gb 40] [--products bf16|fp8] [--trace 0|1]
- *                   [--bf16 780] [--fp8 1500]
- * --prefill 0 or --batches 0 leave a section out; --pages-gb: most for pages and tails, which
- * sequences share where they need more; --bf16, --fp8: ceilings in TFLOP/s.
+ * Usage is below (--help).
  */
 #include "common/model/forward.h"
 #include "common/model/sample.h"
@@ -1005,15 +1000,27 @@ static void trace_cases(void)
 
 /* ------------------------------------------------------------------ opening */
 
+static const char USAGE[] =
+    "usage: bench_step CHECKPOINT [--device cuda:0] [--prefill 65536] [--chunk 8192]\n"
+    "                  [--batches 1,32,128] [--contexts 8192,65536] [--steps 15]\n"
+    "                  [--layers N|most] [--pages-gb 40] [--products bf16|fp8] [--trace 0|1]\n"
+    "                  [--bf16 780] [--fp8 1500]\n"
+    "--prefill 0 or --batches 0 leave a section out; --layers: those that the checkpoint does not\n"
+    "have repeat its own; --pages-gb: most for pages and tails, which sequences share where they\n"
+    "need more; --bf16, --fp8: ceilings in TFLOP/s. The checkpoint:\n"
+    "    python3 tests/support/make_checkpoint.py /tmp/flash --preset flash --layers 6\n";
+
+/* At most MAX_LIST numbers with commas between, zeros left out; -1: something else. */
 static int numbers(const char *text, int32_t *out)
 {
     int n = 0;
-    for (char *end; *text && n < MAX_LIST; text = *end ? end + 1 : end) {
+    for (char *end;; text = end + 1) {
         const long v = strtol(text, &end, 10);
-        if (end == text || v < 0 || v > 1 << 20) return -1;
+        if (end == text || (*end && *end != ',') || v < 0 || v > 1 << 20) return -1;
+        if (v > 0 && n == MAX_LIST) return -1;
         if (v > 0) out[n++] = (int32_t)v;
+        if (!*end) return n;
     }
-    return n;
 }
 
 static int32_t number(const char *text, int32_t least, int32_t highest)
@@ -1023,39 +1030,64 @@ static int32_t number(const char *text, int32_t least, int32_t highest)
     return *text && !*end && v >= least && v <= highest ? (int32_t)v : -1;
 }
 
+/* A number above 0, or -1. */
+static double amount(const char *text)
+{
+    char *end;
+    const double v = strtod(text, &end);
+    return *text && !*end && v > 0 && isfinite(v) ? v : -1;
+}
+
 /* 0, or -1 with a message. */
 static int read_options(int argc, char **argv)
 {
     for (int i = 2; i < argc; i += 2) {
         const char *name = argv[i], *value = i + 1 < argc ? argv[i + 1] : "";
+        char want[80] = "";
         bool good = false;
-        if (!strcmp(name, "--device"))
+        if (!strcmp(name, "--device")) {
             good = *(opt.device = value) != 0;
-        else if (!strcmp(name, "--prefill"))
+            snprintf(want, sizeof want, "cpu or cuda:N");
+        } else if (!strcmp(name, "--prefill")) {
             good = (opt.prefill = number(value, 0, 1 << 20)) >= 0;
-        else if (!strcmp(name, "--chunk"))
+            snprintf(want, sizeof want, "0 to %d", 1 << 20);
+        } else if (!strcmp(name, "--chunk")) {
             good = (opt.chunk = number(value, 1, MODEL_MAX_ROWS)) > 0;
-        else if (!strcmp(name, "--steps"))
+            snprintf(want, sizeof want, "1 to %d", MODEL_MAX_ROWS);
+        } else if (!strcmp(name, "--steps")) {
             good = (opt.steps = number(value, 1, MAX_STEPS)) > 0;
-        else if (!strcmp(name, "--batches"))
+            snprintf(want, sizeof want, "1 to %d", MAX_STEPS);
+        } else if (!strcmp(name, "--batches")) {
             good = (opt.n_batches = numbers(value, opt.batches)) >= 0;
-        else if (!strcmp(name, "--contexts"))
+            snprintf(want, sizeof want, "0 or 1 to %d numbers with commas between", MAX_LIST);
+        } else if (!strcmp(name, "--contexts")) {
             good = (opt.n_contexts = numbers(value, opt.contexts)) > 0;
-        else if (!strcmp(name, "--layers"))
+            snprintf(want, sizeof want, "1 to %d numbers with commas between", MAX_LIST);
+        } else if (!strcmp(name, "--layers")) {
             good = !strcmp(value, "most") ? (opt.layers = MOST_LAYERS) < 0
                                           : (opt.layers = number(value, 1, MODEL_MAX_LAYERS)) > 0;
-        else if (!strcmp(name, "--pages-gb"))
-            good = (opt.pages_bytes = atof(value) * 1e9) > 0;
-        else if (!strcmp(name, "--products"))
+            snprintf(want, sizeof want, "most, or 1 to %d", MODEL_MAX_LAYERS);
+        } else if (!strcmp(name, "--pages-gb")) {
+            good = (opt.pages_bytes = amount(value) * 1e9) > 0;
+            snprintf(want, sizeof want, "a number above 0");
+        } else if (!strcmp(name, "--products")) {
             good = (opt.fp8 = !strcmp(value, "fp8")) || !strcmp(value, "bf16");
-        else if (!strcmp(name, "--trace"))
+            snprintf(want, sizeof want, "bf16 or fp8");
+        } else if (!strcmp(name, "--trace")) {
             good = (opt.trace = !strcmp(value, "1")) || !strcmp(value, "0");
-        else if (!strcmp(name, "--bf16"))
-            good = (peak_bf16 = atof(value) * 1e12) > 0;
-        else if (!strcmp(name, "--fp8"))
-            good = (peak_fp8 = atof(value) * 1e12) > 0;
+            snprintf(want, sizeof want, "0 or 1");
+        } else if (!strcmp(name, "--bf16")) {
+            good = (peak_bf16 = amount(value) * 1e12) > 0;
+            snprintf(want, sizeof want, "a number above 0");
+        } else if (!strcmp(name, "--fp8")) {
+            good = (peak_fp8 = amount(value) * 1e12) > 0;
+            snprintf(want, sizeof want, "a number above 0");
+        }
         if (good) continue;
-        fprintf(stderr, "bench_step: %s %s: unknown, or out of range\n", name, value);
+        if (*want)
+            fprintf(stderr, "bench_step: %s '%s': must be %s\n", name, value, want);
+        else
+            fprintf(stderr, "bench_step: '%s': unknown; --help lists all\n", name);
         return -1;
     }
     if (opt.prefill % opt.chunk == 0) return 0;
@@ -1184,9 +1216,14 @@ int main(int argc, char **argv)
     int bad = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (argc < 2) {
-        printf("%s: no checkpoint given: skipped (see the top of tests/gpu/bench_step.c)\n",
-               argv[0]);
+        printf("%s: no checkpoint given: skipped (--help says how)\n", argv[0]);
         return 0;
+    }
+    if (argv[1][0] == '-') {
+        const bool help = !strcmp(argv[1], "--help");
+        if (!help) fprintf(stderr, "bench_step: '%s': the checkpoint comes first\n", argv[1]);
+        fputs(USAGE, help ? stdout : stderr);
+        return help ? 0 : 2;
     }
     if (read_options(argc, argv) < 0) return 2;
     open_all(argv[1]);

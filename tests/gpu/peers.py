@@ -22,10 +22,10 @@ import sys
 try:
     import torch
 except ImportError:
-    print("peers: no torch here")
-    sys.exit(77)
+    torch = None
 
-DEV, BF16, FP8 = "cuda", torch.bfloat16, torch.float8_e4m3fn
+DEV = "cuda"
+BF16, FP8 = torch and torch.bfloat16, torch and torch.float8_e4m3fn
 L2 = 64 << 20
 FAILED = []
 ONLY = ""
@@ -430,7 +430,7 @@ def library(name, make):
     try:
         lib = make()
     except Exception as e:
-        print(f"{name}: not here: {str(e).splitlines()[0][:120]}", flush=True)
+        print(f"{name}: not here: {(str(e) or repr(e)).splitlines()[0][:120]}", flush=True)
         FAILED.append(name)
         return
     lib.all()
@@ -458,13 +458,16 @@ def torch_rows():
 
 def main():
     global ONLY
-    o = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    o = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     o.add_argument("--flash-mla", metavar="FILE", help="library of FlashMLA's operators for this torch")
     o.add_argument("--deep-gemm", metavar="FOLDER", help="where the package deep_gemm is")
     o.add_argument("--only", metavar="PART", default="", help="only lines whose name contains it")
     o = o.parse_args()
+    if not torch:
+        print("peers: no torch here: skipped")
+        return 77
     if not torch.cuda.is_available():
-        print("peers: no CUDA device")
+        print("peers: no CUDA device: skipped")
         return 77
     p = torch.cuda.get_device_properties(0)
     print(f"peers: {p.name}, torch {torch.__version__}, CUDA {torch.version.cuda}")

@@ -487,15 +487,65 @@ def make(path, cfg, form="native", shards=1, seed=1, style="hf", fast=False):
     return total
 
 
+def setting(text, cfg):
+    """FIELD=JSON of --set: a field the presets have, a value of its kind."""
+    key, equals, value = text.partition("=")
+    if not equals or key not in cfg:
+        raise ValueError("'%s': must be FIELD=JSON, FIELD one of %s" % (text, ", ".join(sorted(cfg))))
+    try:
+        value = json.loads(value)
+    except ValueError as e:
+        raise ValueError("'%s': not JSON: %s" % (text, e))
+    now = cfg[key]
+    if isinstance(now, (bool, str)):
+        good, want = type(value) is type(now), "true or false" if isinstance(now, bool) else "a string in quotes"
+    elif isinstance(now, int):
+        good, want = type(value) is int and value >= 0, "a whole number, 0 or more"
+    elif isinstance(now, float):
+        good, want = type(value) in (int, float) and math.isfinite(value), "a number"
+    elif isinstance(now, list):
+        good = isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
+        want = "a list of whole numbers, 0 or more"
+    else:
+        good, want = value is None or isinstance(value, dict), "an object or null"
+    if not good:
+        raise ValueError("'%s': must be %s" % (text, want))
+    return key, value
+
+
+def check(cfg):
+    """What no tensor could be made of; the loader says the rest."""
+    for key in ("hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
+                "o_groups", "o_lora_rank", "index_n_heads", "index_head_dim", "vocab_size", "hc_mult",
+                "n_routed_experts", "num_experts_per_tok"):
+        if cfg[key] < 1:
+            raise ValueError("%s is %d; must be 1 or more" % (key, cfg[key]))
+    if cfg["num_experts_per_tok"] > cfg["n_routed_experts"]:
+        raise ValueError("num_experts_per_tok is %d; must be at most n_routed_experts, %d"
+                         % (cfg["num_experts_per_tok"], cfg["n_routed_experts"]))
+    if len(cfg["compress_ratios"]) < cfg["num_hidden_layers"]:
+        raise ValueError("compress_ratios has %d numbers; must be one for each of num_hidden_layers, %d"
+                         % (len(cfg["compress_ratios"]), cfg["num_hidden_layers"]))
+
+
+def count(most):
+    """A flag's whole number, 1 to most."""
+    def parse(text):
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError("'%s' is not right; must be a whole number, 1 to %d" % (text, most))
+        return int(text)
+    return parse
+
+
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("out")
     ap.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     ap.add_argument("--form", choices=FORMS, default="native")
     ap.add_argument("--config", choices=("hf", "hf-new", "released"), default="hf")
-    ap.add_argument("--layers", type=int, help="of preset flash (6): ratios 0, 0, 4, 128, 4, 128, ...")
+    ap.add_argument("--layers", type=count(256), help="of preset flash (6): ratios 0, 0, 4, 128, 4, 128, ...")
     ap.add_argument("--fast", action="store_true", help="one random block, over and over")
-    ap.add_argument("--shards", type=int, help="default: 1; preset flash: 8")
+    ap.add_argument("--shards", type=count(999), help="default: 1; preset flash: 8")
     ap.add_argument("--seed", type=int, default=1)
     ap.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON")
     a = ap.parse_args()
@@ -507,9 +557,13 @@ def main():
         n = cfg["num_hidden_layers"] = a.layers or cfg["num_hidden_layers"]
         cfg["compress_ratios"] = ([0, 0] + [4, 128] * n)[:n]
         cfg["num_hash_layers"] = min(3, n)
-    for s in a.set:
-        key, _, value = s.partition("=")
-        cfg[key] = json.loads(value)
+    try:
+        for s in a.set:
+            key, value = setting(s, cfg)
+            cfg[key] = value
+        check(cfg)
+    except ValueError as e:
+        ap.error("--set %s" % e)
     begin = time.monotonic()
     n = make(a.out, cfg, a.form, a.shards or (8 if flash else 1), a.seed, a.config, a.fast or flash)
     took = time.monotonic() - begin

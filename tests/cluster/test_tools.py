@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""Programs that tests and measurements are made with name what is wrong with their settings, in one line.
+
+usage: test_tools.py BUILD_DIR
+"""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+import harness
+
+BUILD = os.path.abspath(sys.argv.pop(1) if len(sys.argv) > 1 else "build/release")
+BENCH_STEP = os.path.join(BUILD, "bench", "gpu", "bench_step")
+
+
+def run(*args):
+    return subprocess.run(args, cwd=harness.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          text=True)
+
+
+class Tools(unittest.TestCase):
+    def refused(self, r, *words):
+        self.assertEqual(r.returncode, 2, r.stdout)
+        self.assertNotIn("Traceback", r.stdout)
+        for w in words:
+            self.assertIn(w, r.stdout.splitlines()[-1])
+
+    def test_make_checkpoint(self):
+        with tempfile.TemporaryDirectory() as d:
+            out = os.path.join(d, "model")
+            for args, words in ((["--set", "hidden_size"], ("'hidden_size'", "FIELD=JSON")),
+                                (["--set", "hidden_sise=256"], ("'hidden_sise=256'", "FIELD one of", "hidden_size")),
+                                (["--set", "hidden_size=abc"], ("'hidden_size=abc'", "not JSON")),
+                                (["--set", "hidden_size=256.0"], ("'hidden_size=256.0'", "a whole number")),
+                                (["--set", 'hidden_size="256"'], ("a whole number",)),
+                                (["--set", "hidden_size=-5"], ("a whole number, 0 or more",)),
+                                (["--set", "hidden_size=0"], ("hidden_size is 0", "1 or more")),
+                                (["--set", "swiglu_limit=NaN"], ("'swiglu_limit=NaN'", "a number")),
+                                (["--set", "attention_bias=0"], ("true or false",)),
+                                (["--set", "compress_ratios=4"], ("'compress_ratios=4'", "a list")),
+                                (["--set", "compress_ratios=[0,4]"], ("compress_ratios has 2", "num_hidden_layers, 3")),
+                                (["--set", "num_experts_per_tok=9"], ("num_experts_per_tok is 9", "n_routed_experts, 8")),
+                                (["--layers", "3"], ("--layers: of preset flash only",)),
+                                (["--preset", "flash", "--layers", "0"], ("--layers: '0'", "1 to 256")),
+                                (["--preset", "flash", "--layers", "-1"], ("--layers", "1")),
+                                (["--shards", "0"], ("--shards: '0'", "1 to 999"))):
+                self.refused(run(sys.executable, "tests/support/make_checkpoint.py", out, *args), *words)
+                self.assertFalse(os.path.exists(out), args)
+            r = run(sys.executable, "tests/support/make_checkpoint.py", out, "--set", "index_topk=8", "rope_scaling=null",
+                    "swiglu_limit=7")
+            self.assertEqual(r.returncode, 0, r.stdout)
+            with open(os.path.join(out, "config.json")) as f:
+                config = json.load(f)
+            self.assertEqual([config[k] for k in ("index_topk", "rope_scaling", "swiglu_limit")], [8, None, 7])
+
+    def test_peers(self):
+        """What is needed is told where none of it is, too."""
+        r = run(sys.executable, "-S", "tests/gpu/peers.py", "--help")
+        self.assertEqual(r.returncode, 0, r.stdout)
+        for word in ("--flash-mla", "--deep-gemm", "--only", "sgl-flash-mla 1.0.0", "sgl-deep-gemm 0.1.3"):
+            self.assertIn(word, r.stdout)
+        r = run(sys.executable, "-S", "tests/gpu/peers.py")
+        self.assertEqual((r.returncode, r.stdout), (77, "peers: no torch here: skipped\n"))
+
+    def test_bench_step(self):
+        if not os.path.exists(BENCH_STEP):
+            print("no CUDA in this build: settings of bench_step not tried", flush=True)
+            return
+        r = run(BENCH_STEP, "--help")
+        self.assertEqual(r.returncode, 0, r.stdout)
+        self.assertIn("--layers N|most", r.stdout)
+        self.assertEqual(run(BENCH_STEP, "--device", "cpu").returncode, 2)
+        for args, words in ((["--layers", "0"], ("--layers '0'", "most, or 1 to 256")),
+                            (["--layers", "1e9"], ("--layers '1e9'",)),
+                            (["--batches", "1,2,3,4,5,6,7,8,9"], ("--batches", "1 to 8 numbers")),
+                            (["--batches", "1x2"], ("--batches '1x2'",)),
+                            (["--contexts", "0"], ("--contexts '0'",)),
+                            (["--pages-gb", "4 GB"], ("--pages-gb '4 GB'", "above 0")),
+                            (["--pages-gb", "inf"], ("--pages-gb 'inf'",)),
+                            (["--chunk", "0"], ("--chunk '0'", "1 to 65536")),
+                            (["--prefill", "100", "--chunk", "64"], ("--prefill 100", "multiple of --chunk 64")),
+                            (["--steps"], ("--steps ''",)),
+                            (["--layer", "3"], ("'--layer'", "unknown"))):
+            self.refused(run(BENCH_STEP, "no-checkpoint", *args), *words)
+
+
+if __name__ == "__main__":
+    unittest.main()
