@@ -243,11 +243,6 @@ static void need(struct all_rows *a, const struct kern_linear *p, int i, enum fo
     a->bytes += (bytes_of(&p[i], form) + 255) / 256 * 256;
 }
 
-/* All but where they go. */
-static struct cuda_codes codes_of(const struct kern_linear *p)
-{
-    return {p->x, p->x_dtype, p->ld_x, p->T, p->groups, p->K, NULL, NULL, NULL, scales_ld(p)};
-}
 static struct cuda_quant quant_of(const struct kern_linear *p, enum form form)
 {
     struct cuda_quant q = {.x = p->x,
@@ -284,9 +279,10 @@ static void make(struct kern_stream *s, struct all_rows *a, int i)
     if (r->made) return;
     r->made = true;
     if (r->form == CODE_ROWS) {
-        struct cuda_codes q = codes_of(p);
-        q.codes = to;
-        q.scales = (float *)(to + code_bytes(p));
+        const struct cuda_codes q = {p->x,        p->x_dtype, p->ld_x,
+                                     p->T,        p->groups,  p->K,
+                                     NULL,        to,         (float *)(to + code_bytes(p)),
+                                     scales_ld(p)};
         if (!cuda_given_codes) cuda_quant_codes(s, &q);
         return;
     }
@@ -364,33 +360,6 @@ int cuda_linear_of_slots(struct kern_stream *s, const struct kern_linear *p)
     struct cuda_product c;
     if (p->T == 0) return 0;
     return multiply(s, p, way_of(s, p, &c), &c); /* product_of() says of x what is true */
-}
-
-bool cuda_linear_reads_codes(const struct kern_stream *s, const struct kern_linear *p)
-{
-    struct cuda_product c;
-    if (!scales_fit(&p->w) || is_plain(p) || p->K % BLOCK_K) return false;
-    const enum way way = way_of(s, p, &c);
-    return form_of(s, p, way, &c) == CODE_ROWS;
-}
-struct cuda_codes cuda_codes_for(struct kern_stream *s, const struct kern_linear *p)
-{
-    struct cuda_codes q = codes_of(p);
-    q.codes = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, bytes_of(p, CODE_ROWS));
-    q.scales = (float *)(q.codes + code_bytes(p));
-    return q;
-}
-int cuda_linear_of_codes(struct kern_stream *s, const struct kern_linear *p,
-                         const struct cuda_codes *codes)
-{
-    struct cuda_product c;
-    if (p->T == 0) return 0;
-    const enum way way = way_of(s, p, &c);
-    c.Kx = p->K;
-    c.codes = codes->codes;
-    c.x_scales = codes->scales;
-    c.ld_scales = codes->ld_scales;
-    return multiply(s, p, way, &c);
 }
 
 /* ------------------------------------------------------------------ products of the same rows */

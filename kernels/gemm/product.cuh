@@ -15,8 +15,6 @@
 #include "kernels/cuda/dequant.cuh"
 #include "kernels/cuda/mma.cuh"
 
-struct cuda_codes; /* quant.cuh */
-
 struct cuda_product {
     /* [T, groups, K] bf16: row t at ld_x t, its groups x_group apart; unless own, all 16-byte
      * aligned and with Kx elements to be read. */
@@ -110,14 +108,6 @@ bool cuda_product_codes_narrow(struct kern_stream *s, const struct cuda_product 
  * first? Then the second multiplies rows that lie so in p->x. Returns 0 or TOW_E*. */
 bool cuda_linear_reads_slots(const struct kern_stream *s, const struct kern_linear *p);
 int cuda_linear_of_slots(struct kern_stream *s, const struct kern_linear *p);
-
-/* The same of codes: what makes x may make codes instead. cuda_codes_for() says where codes and
- * scales go, in scratch that lasts until the stream's next product; its codes are NULL where there
- * is no memory. */
-bool cuda_linear_reads_codes(const struct kern_stream *s, const struct kern_linear *p);
-struct cuda_codes cuda_codes_for(struct kern_stream *s, const struct kern_linear *p);
-int cuda_linear_of_codes(struct kern_stream *s, const struct kern_linear *p,
-                         const struct cuda_codes *codes);
 
 enum { GROUP_K = 64, BLOCK_K = 128, BLOCK_N = 128 /* of an fp8 scale */ };
 

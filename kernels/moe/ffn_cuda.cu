@@ -8,7 +8,6 @@
  */
 #include "kernels/moe/ffn.cuh"
 #include "kernels/moe/route.cuh"
-#include "kernels/moe/swiglu.cuh"
 
 extern "C" {
 int kern_linear_cuda(struct kern_stream *s, const struct kern_linear *p);
@@ -318,14 +317,6 @@ extern "C" int kern_ffn_cuda(struct kern_stream *s, const struct kern_ffn *p)
         if (rc == 0) rc = kern_linear_cuda(s, &p->w1);
         if (rc == 0) rc = kern_linear_cuda(s, &p->w3);
     }
-    if (rc < 0) return rc;
-    if (cuda_swiglu_gives_codes(&p->swiglu) && p->w2.ld_x == p->swiglu.I && p->w2.groups == 1 &&
-        cuda_linear_reads_codes(s, &p->w2)) {
-        const struct cuda_codes codes = cuda_codes_for(s, &p->w2);
-        if (!codes.codes) return cuda_done(s, "ffn");
-        cuda_swiglu_codes(s, &p->swiglu, &codes);
-        return cuda_linear_of_codes(s, &p->w2, &codes);
-    }
-    rc = kern_swiglu_cuda(s, &p->swiglu);
+    if (rc == 0) rc = kern_swiglu_cuda(s, &p->swiglu);
     return rc < 0 ? rc : kern_linear_cuda(s, &p->w2);
 }

@@ -5,7 +5,6 @@
  */
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/math.cuh"
-#include "kernels/moe/swiglu.cuh"
 
 enum { THREADS = 256, EACH = 8 };
 
@@ -84,49 +83,6 @@ static int launch(struct kern_stream *s, const P *p, const void *a, enum kern_dt
     each_kernel<P><<<(unsigned)cuda_ceil(n, THREADS * EACH), THREADS, 0, s->cu>>>(
         *p, a, a_type, b, b_type, y, y_type, n, aligned);
     return cuda_done(s, op);
-}
-
-/* Rounded to bf16 and quantized: eight lanes have a block of 128, so that a warp has four. */
-static __global__ void __launch_bounds__(THREADS)
-    swiglu_codes_kernel(const struct kern_swiglu p, const struct cuda_codes q, uint32_t spans)
-{
-    enum { SPAN = 128 };
-    cuda_hurry();
-    cuda_await();
-    const uint32_t block = (blockIdx.x * THREADS + threadIdx.x) / 8, lane = threadIdx.x % 8;
-    const uint32_t t = block / spans, span = block % spans;
-    const bool there = t < (uint32_t)p.T;
-    const int64_t at = (int64_t)block * SPAN + lane * EACH;
-    uint4 v[2];
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        v[j] = make_uint4(0, 0, 0, 0);
-        if (!there) continue;
-        const struct eight g = load_eight(p.g, at + 64 * j, KERN_BF16),
-                           u = load_eight(p.u, at + 64 * j, KERN_BF16);
-        struct eight o;
-#pragma unroll
-        for (int e = 0; e < EACH; e++) o.v[e] = element(p, g.v[e], u.v[e]);
-        store_eight(&v[j], 0, KERN_BF16, o);
-    }
-    const float scale = dev_codes16_a128(v);
-    if (!there) return;
-#pragma unroll
-    for (int j = 0; j < 2; j++) *(uint2 *)(q.codes + at + 64 * j) = make_uint2(v[j].x, v[j].y);
-    if (lane == 0) q.scales[span * q.ld_scales + t] = scale;
-}
-
-bool cuda_swiglu_gives_codes(const struct kern_swiglu *p)
-{
-    return p->act == KERN_BF16 && p->I % 128 == 0 &&
-           (((uintptr_t)p->g | (uintptr_t)p->u) & 15) == 0;
-}
-void cuda_swiglu_codes(struct kern_stream *s, const struct kern_swiglu *p,
-                       const struct cuda_codes *q)
-{
-    const int64_t blocks = (int64_t)p->T * (p->I / 128);
-    cuda_launch_early(s, swiglu_codes_kernel, (unsigned)cuda_ceil(blocks * 8, THREADS), THREADS, 0,
-                      *p, *q, (uint32_t)(p->I / 128));
 }
 
 extern "C" int kern_swiglu_cuda(struct kern_stream *s, const struct kern_swiglu *p)

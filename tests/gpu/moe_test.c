@@ -657,6 +657,8 @@ int main(int argc, char **argv)
     static const struct shape layer_shapes[] = {
         {"layer", KERN_W_MXFP4, KERN_AQ_A128, 40, 6, 4096, 2048, 8, false, false, 0},
         {"layer of other widths", KERN_W_MXFP4, KERN_AQ_A128, 17, 3, 1280, 768, 8, false, false, 0},
+        {"layer of a chunk", KERN_W_MXFP4, KERN_AQ_A128, 17, 3, 1024, 512, LAYER_ROWS, false, false,
+         0},
         {"layer by codes", KERN_W_MXFP4, KERN_AQ_A128, 17, 3, 1024, 512, LAYER_ROWS, false, true,
          0},
     };
