@@ -451,8 +451,8 @@ enum { KINDS = 1 };
  * there is for attention and for wo_a. */
 static void test_attend__has_the_bits_of_its_ops(void **state)
 {
-    enum { G = 8, LOW = 512, OUT = 384, MOST = 300, POS = 3001 };
-    static const int32_t Ts[] = {1, 40, 100, 150, MOST};
+    enum { LOW = 8192, OUT = 384, MOST = 600, POS = 3001 };
+    static const int32_t Ts[] = {1, 40, 100, 150, 300, MOST}, groups[] = {8, 64};
     struct world w;
     struct rows r = {.q = malloc((size_t)MOST * H * D * 2),
                      .kv = malloc((size_t)MOST * D * 2),
@@ -460,10 +460,11 @@ static void test_attend__has_the_bits_of_its_ops(void **state)
                      .sel = malloc((size_t)MOST * 512 * 4),
                      .n_sel = malloc(MOST * 4)};
     float *cos = malloc((size_t)MOST * (RD / 2) * 4), *sin = malloc((size_t)MOST * (RD / 2) * 4);
-    uint16_t *low = malloc((size_t)MOST * G * LOW * 2), *got = malloc((size_t)MOST * OUT * 2),
+    uint16_t *low = malloc((size_t)MOST * LOW * 2), *got = malloc((size_t)MOST * OUT * 2),
              *want = malloc((size_t)MOST * OUT * 2);
-    const struct kern_weight wo_a = random_weight(G * LOW, H * D / G),
-                             wo_b = random_weight(OUT, G * LOW);
+    const struct kern_weight wo_a[] = {random_weight(LOW / 2, H * D / groups[0]),
+                                       random_weight(LOW, H * D / groups[1])},
+                             wo_b[] = {random_weight(OUT, LOW / 2), random_weight(OUT, LOW)};
     struct kern_stream *s = kern_dev_stream(gpu);
     const struct kern_ops *ops = ops_of(gpu);
     (void)state;
@@ -482,7 +483,7 @@ static void test_attend__has_the_bits_of_its_ops(void **state)
         cuda_fp8_products = kind; /* a mirror has no switch */
 #endif
         for (size_t i = 0; i < 2 * sizeof Ts / sizeof *Ts; i++) {
-            const int32_t T = Ts[i / 2];
+            const int32_t T = Ts[i / 2], G = groups[i % 2], low_width = wo_a[i % 2].n;
             const int layer = i % 2 ? C128 : C4;
             const struct kern_seq seq = seq_at(&w, 0, T, POS, 512);
             const struct kern_attend p = {.attention = {.q = r.q,
@@ -511,25 +512,25 @@ static void test_attend__has_the_bits_of_its_ops(void **state)
                                                    .inverse = true,
                                                    .act = KERN_BF16},
                                           .wo_a = {.x = r.o,
-                                                   .w = wo_a,
+                                                   .w = wo_a[i % 2],
                                                    .y = low,
                                                    .ld_x = H * D,
-                                                   .ld_y = G * LOW,
+                                                   .ld_y = low_width,
                                                    .T = T,
-                                                   .N = LOW,
+                                                   .N = low_width / G,
                                                    .K = H * D / G,
                                                    .groups = G,
                                                    .x_dtype = KERN_BF16,
                                                    .y_dtype = KERN_BF16,
                                                    .round_w = true},
                                           .wo_b = {.x = low,
-                                                   .w = wo_b,
+                                                   .w = wo_b[i % 2],
                                                    .y = got,
-                                                   .ld_x = G * LOW,
+                                                   .ld_x = low_width,
                                                    .ld_y = OUT,
                                                    .T = T,
                                                    .N = OUT,
-                                                   .K = G * LOW,
+                                                   .K = low_width,
                                                    .groups = 1,
                                                    .x_dtype = KERN_BF16,
                                                    .y_dtype = KERN_BF16,
@@ -555,7 +556,7 @@ static void test_attend__has_the_bits_of_its_ops(void **state)
     cuda_fp8_products = 0;
 #endif
     world_close(&w);
-    free_weight(wo_a), free_weight(wo_b);
+    for (int i = 0; i < 2; i++) free_weight(wo_a[i]), free_weight(wo_b[i]);
     free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel);
     free(cos), free(sin), free(low), free(got), free(want);
 }
