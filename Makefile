@@ -165,7 +165,7 @@ $(B)/obj/%.o: %.c $(FLAGS_FILE)
 	$(CC) $(CFLAGS) -c $< -o $@
 $(B)/obj/%.cu.o: %.cu $(FLAGS_FILE)
 	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) -MMD -MF $(@:.o=.d) -c $< -o $@
+	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 
 ifneq ($(filter x86_64%,$(shell $(CC) -dumpmachine)),)
 isa_objs = $(foreach i,$(2),$(patsubst %.c,$(B)/obj/%.$(i).o,$(filter %_cpu.c,$(1))))
