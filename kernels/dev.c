@@ -15,10 +15,11 @@ static const struct kern_backend *of(const void *dev_or_stream)
     return ((const struct kern_head *)dev_or_stream)->backend;
 }
 
-/* The number behind "cuda:", or -1. */
+/* The number behind "cuda:", which has one spelling, or -1. */
 static int cuda_number(const char *spec)
 {
     if (strncmp(spec, "cuda:", 5) != 0 || spec[5] < '0' || spec[5] > '9') return -1;
+    if (spec[5] == '0' && spec[6]) return -1;
     char *end;
     long n = strtol(spec + 5, &end, 10);
     return *end == 0 && n <= 255 ? (int)n : -1;

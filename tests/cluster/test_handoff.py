@@ -348,6 +348,7 @@ def test_bad_settings(build):
                                       ("decode", ["--device", "mirror:cpu"], ["--device mirror:cpu", "towpath-ctl"]),
                                       ("prefill", ["--device", "mirror:cuda:0"], ["--device mirror:cuda:0", "cuda:N"]),
                                       ("decode", ["--device", "gpu"], ['--device "gpu": must be "cpu" or "cuda:N"']),
+                                      ("decode", ["--device", "cuda:00"], ['--device "cuda:00": must be "cpu" or "cuda:N", N from 0 to 255']),
                                       ("decode", ["--kv-pages", "20000000", "--max-batch", "64"],
                                        ["--kv-pages 20000000: with 256 tails (--max-batch 64) that is"]),
                                       ("decode", ["--index-keys", "f32"], ["--index-keys f32", "exact"]),
