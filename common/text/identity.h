@@ -26,8 +26,8 @@ struct text_identity {
  * file cannot be read: a worker does not need it. */
 void text_identity_read(struct text_identity *out, const char *dir, const struct text_config *c);
 
-/* The last part of the path, for people: whole UTF-8 characters, cap - 1 bytes at most (cap > 0), '?'
- * for what is no character or a control character, which no frame may carry. Returns out. */
+/* The last part of the path, for people: whole UTF-8 characters, cap - 1 bytes at most (cap > 0),
+ * '?' for what is no character or a control character, which no frame may carry. Returns out. */
 const char *text_folder_name(const char *dir, char *out, size_t cap);
 
 #endif

@@ -3,29 +3,13 @@
 #ifndef KERN_ATTN_ATTENTION_GROUP_CUH
 #define KERN_ATTN_ATTENTION_GROUP_CUH
 
+#include "kernels/attn/attention_warp.cuh"
 #include "kernels/attn/key_tile.cuh"
 #include "kernels/attn/softmax.cuh"
-#include "kernels/cuda/tma.cuh"
-#include "kernels/cuda/wgmma.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
-/* To N registers a thread, a multiple of 8; every warp of a warpgroup. */
-template <int N> static __device__ __forceinline__ void set_registers_less(void)
-{
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> static __device__ __forceinline__ void set_registers_more(void)
-{
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
-/* What the warp's lanes did before is done: one arrival. */
-static __device__ __forceinline__ void arrive(uint64_t *bar)
-{
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive(bar);
-}
-/* The same at CTA `rank` of the cluster. Only where somebody waits for it: that CTA might have left
+/* arrive() at CTA `rank` of the cluster. Only where somebody waits for it: that CTA might have left
  * otherwise. */
 static __device__ __forceinline__ void arrive_at(uint64_t *bar, int rank)
 {
@@ -41,12 +25,6 @@ static __device__ __forceinline__ void arrive_at_own(uint64_t *bar, int own, int
         bar_arrive(bar);
     else
         arrive_at(bar, rank);
-}
-
-/* The descriptor of what lies `bytes` further on: the address never carries into the upper word. */
-static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
-{
-    return (descriptor & ~(uint64_t)0xffffffff) | (uint32_t)((uint32_t)descriptor + (bytes >> 4));
 }
 
 /* A tile's weights of this thread's two heads, against the tile's own references: bf16 by twos, as

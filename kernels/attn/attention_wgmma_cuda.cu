@@ -30,11 +30,10 @@
  *          (1024 alone), weights 900, from one group to the other 700, the other's sums 900.
  *          Widening in the tile it takes 5400.
  */
+#include "kernels/attn/attention_warp.cuh"
 #include "kernels/attn/key_tile.cuh"
 #include "kernels/attn/softmax.cuh"
 #include "kernels/cuda/row.cuh"
-#include "kernels/cuda/tma.cuh"
-#include "kernels/cuda/wgmma.cuh"
 
 enum {
     HEADS = 64,
@@ -88,15 +87,6 @@ struct shared {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-
-template <int N> static __device__ __forceinline__ void set_registers_less(void)
-{
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
-}
-template <int N> static __device__ __forceinline__ void set_registers_more(void)
-{
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
-}
 
 /* What L2 should do with queries, which are read once: they pushed keys out, which many rows
  * read. */
@@ -484,11 +474,6 @@ static __device__ __forceinline__ void produce_wide(const CUtensorMap *queries,
 
 /* ------------------------------------------------------------------ consumers */
 
-/* The descriptor of what lies `bytes` further on: the address never carries into the upper word. */
-static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
-{
-    return (descriptor & ~(uint64_t)0xffffffff) | (uint32_t)((uint32_t)descriptor + (bytes >> 4));
-}
 /* Sixteen keys' weights. */
 static __device__ __forceinline__ const uint32_t *step(const uint32_t (&p)[16], int i)
 {
@@ -529,11 +514,6 @@ static __device__ __forceinline__ void scores(struct shared *sh, int slot, int p
  * kernel of so many threads. */
 typedef float sums[2][64];
 
-static __device__ __forceinline__ void arrive(uint64_t *bar)
-{
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) bar_arrive(bar);
-}
 /* o (+)= weights times this group's columns of a tile, a quarter's and then the other's; begun, not
  * waited for. P: words of weights, or the descriptor of the other group's. */
 template <typename P>

@@ -149,34 +149,46 @@ static __global__ void codes_kernel(struct cuda_codes q, bool by_fours, uint32_t
     }
 }
 
-/* The same of bf16 rows that are whole blocks and may be read 16 bytes at a time: eight lanes have
- * a block, so that a warp has four at once, and loads STEPS times as many before it quantizes.
- * 2^log_warps warps have a row. */
+/* A warp's part of bf16 rows that are whole blocks and may be read 16 bytes at a time: eight lanes
+ * have a block, so that a warp has four at once, STEPS times; 2^log_warps warps have a row. `row`
+ * counts (t, group); `first` is the lane's first span, then every fourth. False: no row. */
+template <int STEPS, class Q>
+static __device__ __forceinline__ bool take_spans(const Q &q, uint32_t spans, int log_warps,
+                                                  uint32_t *row, uint32_t *t, uint32_t *g,
+                                                  uint32_t *first, uint4 (&v)[STEPS][2])
+{
+    const uint32_t lane = threadIdx.x % 32, me = last_first() * WARPS + threadIdx.x / 32;
+    *row = me >> log_warps;
+    *first = (me & ((1u << log_warps) - 1)) * (4 * STEPS) + lane / 8;
+    *t = *row, *g = 0;
+    if (q.groups > 1) *t = *row / q.groups, *g = *row % q.groups;
+    if (*t >= (uint32_t)q.T) return false;
+    const int64_t from = q.rows ? q.rows[*t] : *t;
+    if (from < 0) return false;
+    const uint4 *x =
+        (const uint4 *)((const uint16_t *)q.x + from * q.ld_x + (int64_t)*g * q.K) + lane % 8;
+#pragma unroll
+    for (int i = 0; i < STEPS; i++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+            const uint32_t span = *first + 4 * i;
+            v[i][j] = make_uint4(0, 0, 0, 0);
+            if (span < spans) v[i][j] = x[span * (SPAN / 8) + 8 * j];
+        }
+    return true;
+}
+
+/* Codes and scales of such rows. */
 template <int STEPS>
 static __global__ void __launch_bounds__(32 * WARPS)
     whole_codes_kernel(struct cuda_codes q, uint32_t spans, int log_warps)
 {
     cuda_hurry();
     cuda_await();
-    const uint32_t lane = threadIdx.x % 32, me = last_first() * WARPS + threadIdx.x / 32;
-    const uint32_t row = me >> log_warps; /* of (t, group) */
-    const uint32_t first = (me & ((1u << log_warps) - 1)) * (4 * STEPS) + lane / 8;
-    uint32_t t = row, g = 0;
-    if (q.groups > 1) t = row / q.groups, g = row % q.groups;
-    if (t >= (uint32_t)q.T) return;
-    const int64_t from = q.rows ? q.rows[t] : t;
-    if (from < 0) return;
-    const uint4 *x =
-        (const uint4 *)((const uint16_t *)q.x + from * q.ld_x + (int64_t)g * q.K) + lane % 8;
+    const uint32_t lane = threadIdx.x % 32;
+    uint32_t row, t, g, first;
     uint4 v[STEPS][2];
-#pragma unroll
-    for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const uint32_t span = first + 4 * i;
-            v[i][j] = make_uint4(0, 0, 0, 0);
-            if (span < spans) v[i][j] = x[span * (SPAN / 8) + 8 * j];
-        }
+    if (!take_spans<STEPS>(q, spans, log_warps, &row, &t, &g, &first, v)) return;
     uint2 *codes = (uint2 *)(q.codes + (int64_t)row * q.K) + lane % 8;
     float *scales = q.scales + (int64_t)g * spans * q.ld_scales + t;
 #pragma unroll
@@ -199,25 +211,9 @@ static __global__ void __launch_bounds__(32 * WARPS)
 {
     cuda_hurry();
     cuda_await();
-    const uint32_t lane = threadIdx.x % 32, me = last_first() * WARPS + threadIdx.x / 32;
-    const uint32_t row = me >> log_warps; /* of (t, group) */
-    const uint32_t first = (me & ((1u << log_warps) - 1)) * (4 * STEPS) + lane / 8;
-    uint32_t t = row, g = 0;
-    if (q.groups > 1) t = row / q.groups, g = row % q.groups;
-    if (t >= (uint32_t)q.T) return;
-    const int64_t from = q.rows ? q.rows[t] : t;
-    if (from < 0) return;
-    const uint4 *x =
-        (const uint4 *)((const uint16_t *)q.x + from * q.ld_x + (int64_t)g * q.K) + lane % 8;
+    uint32_t row, t, g, first;
     uint4 v[STEPS][2];
-#pragma unroll
-    for (int i = 0; i < STEPS; i++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-            const uint32_t span = first + 4 * i;
-            v[i][j] = make_uint4(0, 0, 0, 0);
-            if (span < spans) v[i][j] = x[span * (SPAN / 8) + 8 * j];
-        }
+    if (!take_spans<STEPS>(q, spans, log_warps, &row, &t, &g, &first, v)) return;
     const int64_t at = (int64_t)row * q.K / 8; /* in uint4 */
 #pragma unroll
     for (int i = 0; i < STEPS; i++) {

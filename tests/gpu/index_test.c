@@ -473,6 +473,16 @@ static void test_index_select__pages_far_apart_are_found(void **state)
     kern_dev_close(dev);
 }
 
+/* p of `got` on the device and of `want`, the same values, on the CPU. */
+static void turn_queries(struct kern_index_query p, uint16_t *got, uint16_t *want)
+{
+    p.q = got;
+    assert_int_equal(kern_dev_ops(gpu)->index_query(kern_dev_stream(gpu), &p), 0);
+    assert_int_equal(kern_stream_sync(kern_dev_stream(gpu)), 0);
+    p.q = want;
+    assert_int_equal(kern_dev_ops(cpu)->index_query(kern_dev_stream(cpu), &p), 0);
+}
+
 /* Queries of all widths and formats have the CPU's bits; NaN in the same places. */
 static void test_index_query__bits_are_the_twins(void **state)
 {
@@ -495,19 +505,15 @@ static void test_index_query__bits_are_the_twins(void **state)
             }
             q[6 * w + 3] = 0x7f80, q[7 * w + 1] = 0x7fc1, q[8 * w + w - 1] = 0x7f00;
             memcpy(got, q, sizeof q), memcpy(want, q, sizeof q);
-            struct kern_index_query p = {.q = got,
-                                         .cos = c,
-                                         .sin = s,
-                                         .T = T,
-                                         .H = HEADS,
-                                         .w = w,
-                                         .rd = rd,
-                                         .fmt = (enum kern_ik_fmt)fmt,
-                                         .act = KERN_BF16};
-            assert_int_equal(kern_dev_ops(gpu)->index_query(kern_dev_stream(gpu), &p), 0);
-            assert_int_equal(kern_stream_sync(kern_dev_stream(gpu)), 0);
-            p.q = want;
-            assert_int_equal(kern_dev_ops(cpu)->index_query(kern_dev_stream(cpu), &p), 0);
+            turn_queries((struct kern_index_query){.cos = c,
+                                                   .sin = s,
+                                                   .T = T,
+                                                   .H = HEADS,
+                                                   .w = w,
+                                                   .rd = rd,
+                                                   .fmt = (enum kern_ik_fmt)fmt,
+                                                   .act = KERN_BF16},
+                         got, want);
             for (int k = 0; k < n; k++) {
                 const int head = k / w;
                 /* Of NaN, e2m1 makes its largest, of a sign that nothing defines. */
@@ -539,19 +545,15 @@ static void test_index_query__bits_of_chunks_are_the_twins(void **state)
             }
             for (int k = 0; k < n; k++)
                 got[k] = want[k] = kern_bf16_encode(ldexpf(rnd(), k / w % 11 * 3 - 15));
-            struct kern_index_query p = {.q = got,
-                                         .cos = c,
-                                         .sin = s,
-                                         .T = T,
-                                         .H = heads,
-                                         .w = w,
-                                         .rd = rd,
-                                         .fmt = (enum kern_ik_fmt)fmt,
-                                         .act = KERN_BF16};
-            assert_int_equal(kern_dev_ops(gpu)->index_query(kern_dev_stream(gpu), &p), 0);
-            assert_int_equal(kern_stream_sync(kern_dev_stream(gpu)), 0);
-            p.q = want;
-            assert_int_equal(kern_dev_ops(cpu)->index_query(kern_dev_stream(cpu), &p), 0);
+            turn_queries((struct kern_index_query){.cos = c,
+                                                   .sin = s,
+                                                   .T = T,
+                                                   .H = heads,
+                                                   .w = w,
+                                                   .rd = rd,
+                                                   .fmt = (enum kern_ik_fmt)fmt,
+                                                   .act = KERN_BF16},
+                         got, want);
             for (int k = 0; k < n; k++)
                 if (got[k] != want[k])
                     fail_msg("%d heads of %d, %d turned, format %d: row %d has %04x at %d, not "
