@@ -23,6 +23,13 @@ ask() { # PREFILL-DEVICE DECODE-DEVICE OUT
     port=$(free_port)
     TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" --prefill-device "$1" --decode-device "$2" -- \
         --kv-pages 64 --context-length 8192 || { cat "$work"/run/*.log; exit 1; }
+    chunk=$(python3 -c 'import sys, urllib.request
+print(urllib.request.urlopen(sys.argv[1]).read().decode())' "http://127.0.0.1:$port/admin/workers" |
+        sed 's/.*"role":"prefill"[^}]*}[^}]*"chunk_tokens":\([0-9]*\).*/\1/')
+    case $1,$chunk in
+    cpu,512 | cuda:*,8192) ;;
+    *) echo "a prefill worker on $1 has chunks of '$chunk'"; exit 1 ;;
+    esac
     : >"$3"
     for q in 'What is 17 + 25?' 'Write one sentence about rivers.' \
         "key: alpha-7731, owner: Lena. $(seq -s ' ' 1 400) What is the key? Answer with the key alone."; do
