@@ -43,12 +43,15 @@ int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct
         return kern_dev_open_cpu(out, n_threads, kern_cpu_best_isa(), err);
     const int n = cuda_number(spec);
     if (n < 0)
-        return tow_fail(err, TOW_EINVAL,
-                        "--device \"%s\": must be \"cpu\" or \"cuda:N\", N from 0 to 255", spec);
+        return tow_fail(
+            err, TOW_EINVAL,
+            "--device \"%s\": must be \"cpu\" or \"cuda:N\", N from 0 to 255; tests also "
+            "have \"apart:cpu\"",
+            spec);
 #ifdef TOW_CUDA
     return kern_dev_open_cuda(out, n, err);
 #else
-    return tow_fail(err, TOW_EINVAL,
+    return tow_fail(err, TOW_ENOENT,
                     "--device \"%s\": this build has no CUDA; it knows \"cpu\" (build with nvcc)",
                     spec);
 #endif

@@ -24,7 +24,8 @@ struct kern_weight;
 
 /* spec "cpu" or "cuda:N", or "mirror:" and one of them (kernels/mirror.h), or "apart:cpu"
  * (kernels/apart.h); n_threads (CPU only) 0 = all cores allowed to the process (at most 256).
- * TOW_EINVAL: no such device, or not in this build; TOW_EDEVICE: it cannot be used. */
+ * TOW_EINVAL: spec names no device; TOW_ENOENT: this machine has no CUDA device, or this build no
+ * code for it; TOW_EDEVICE: it is there and cannot be used. */
 int kern_dev_open(struct kern_dev **out, const char *spec, int n_threads, struct tow_err *err);
 void kern_dev_close(struct kern_dev *dev); /* NULL is fine */
 

@@ -48,14 +48,15 @@ for kind; do
     fi
     # Goldens and draws on the device, and three processes on it.
     if [ "$kind" = gpu ]; then
+        device=${TOW_TEST_DEVICE:-cuda:0}
         one gpu/cluster timeout 600 sh tests/gpu/cluster.sh "$B"
         for t in kernels/unit_golden kernels/trace_golden golden/block golden/rank golden/eval golden/smoke unit/model_forward; do
             [ -e "$B/test/${t}_test" ] || continue
-            one "${t}_test on cuda:0" env TOW_TEST_DEVICE=cuda:0 timeout 900 "$B/test/${t}_test"
+            one "${t}_test on $device" env "TOW_TEST_DEVICE=$device" timeout 900 "$B/test/${t}_test"
         done
         for t in golden/block golden/rank golden/eval golden/smoke; do # --products fp8
             [ -e "$B/test/${t}_test" ] || continue
-            one "${t}_test on cuda:0 by codes" env TOW_TEST_DEVICE=cuda:0 TOW_TEST_PRODUCTS=fp8 \
+            one "${t}_test on $device by codes" env "TOW_TEST_DEVICE=$device" TOW_TEST_PRODUCTS=fp8 \
                 timeout 900 "$B/test/${t}_test"
         done
     fi

@@ -30,7 +30,7 @@ extern const char *const model_products_names[];
 #define MODEL_OPT_DEVICE(to)                                                                       \
     {                                                                                              \
         .name = "device", .type = TOW_OPT_STRING, .out = (to), .def = "cpu",                       \
-        .help = "compute back end: cpu or cuda:N"                                                  \
+        .help = "compute back end: cpu or cuda:N; tests: apart:cpu"                                \
     }
 #define MODEL_OPT_THREADS(to)                                                                      \
     {                                                                                              \

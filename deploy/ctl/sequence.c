@@ -12,7 +12,8 @@ enum { RETRIES = 3 };
 
 const char *ctl_host_device(char out[CTL_DEVICE_CHARS], const char *device)
 {
-    snprintf(out, CTL_DEVICE_CHARS, "%s%s", strncmp(device, "cuda:", 5) ? "" : "mirror:", device);
+    const bool host = !strcmp(device, "cpu") || !strncmp(device, "mirror:", 7);
+    snprintf(out, CTL_DEVICE_CHARS, "%s%s", host ? "" : "mirror:", device);
     return out;
 }
 

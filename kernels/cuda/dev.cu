@@ -792,7 +792,7 @@ static int open_on(struct kern_dev *dev, struct tow_err *err)
         return tow_fail(err, TOW_EDEVICE, "device cuda:%d: %s", s->number, cudaGetErrorString(e));
     if (prop.major != 9 && prop.major != 12)
         return tow_fail(
-            err, TOW_EINVAL,
+            err, TOW_ENOENT,
             "device cuda:%d is %s, compute capability %d.%d; this build has code for 9.0 "
             "and 12.0",
             s->number, prop.name, prop.major, prop.minor);
@@ -806,15 +806,34 @@ static int open_on(struct kern_dev *dev, struct tow_err *err)
     return 0;
 }
 
+/* No device is a fact about the machine; one that cannot be used is a fault. "Insufficient" is also
+ * what CUDA says of no driver at all, whose version is 0. */
+static int no_devices(int number, cudaError_t e, struct tow_err *err)
+{
+    int driver = 0, mine = 0;
+    cudaGetLastError();
+    if (e == cudaErrorInsufficientDriver) {
+        cudaDriverGetVersion(&driver);
+        cudaRuntimeGetVersion(&mine);
+    }
+    if (driver > 0)
+        return tow_fail(
+            err, TOW_EDEVICE,
+            "device cuda:%d: the driver is too old for CUDA %d.%d, which this build has: "
+            "it knows %d.%d",
+            number, mine / 1000, mine % 1000 / 10, driver / 1000, driver % 1000 / 10);
+    const bool none =
+        e == cudaSuccess || e == cudaErrorNoDevice || e == cudaErrorInsufficientDriver;
+    return tow_fail(err, none ? TOW_ENOENT : TOW_EDEVICE, "device cuda:%d: %s (%s)", number,
+                    none ? "this machine has no CUDA device" : "CUDA does not start",
+                    cudaGetErrorString(e));
+}
+
 extern "C" int kern_dev_open_cuda(struct kern_dev **out, int number, struct tow_err *err)
 {
     int n = 0;
     cudaError_t e = cudaGetDeviceCount(&n);
-    if (e != cudaSuccess || n == 0) {
-        cudaGetLastError();
-        return tow_fail(err, TOW_EINVAL, "device cuda:%d: this machine has no CUDA device (%s)",
-                        number, cudaGetErrorString(e));
-    }
+    if (e != cudaSuccess || n == 0) return no_devices(number, e, err);
     if (number >= n)
         return tow_fail(err, TOW_EINVAL, "device cuda:%d: must be cuda:0 to cuda:%d", number,
                         n - 1);

@@ -5,6 +5,7 @@ usage: test_tools.py BUILD_DIR
 """
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,9 +17,18 @@ BUILD = os.path.abspath(sys.argv.pop(1) if len(sys.argv) > 1 else "build/release
 BENCH_STEP = os.path.join(BUILD, "bench", "gpu", "bench_step")
 
 
-def run(*args):
+def run(*args, **env):
     return subprocess.run(args, cwd=harness.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True)
+                          text=True, env=dict(os.environ, **env))
+
+
+def built(*parts):
+    """A program of the build, or None with a line."""
+    path = os.path.join(BUILD, *parts)
+    if os.path.exists(path):
+        return path
+    print("no %s in this build: not tried" % os.path.join(*parts), flush=True)
+    return None
 
 
 class Tools(unittest.TestCase):
@@ -55,6 +65,33 @@ class Tools(unittest.TestCase):
             with open(os.path.join(out, "config.json")) as f:
                 config = json.load(f)
             self.assertEqual([config[k] for k in ("index_topk", "rope_scaling", "swiglu_limit")], [8, None, 7])
+
+    def test_device_of_tests(self):
+        """A wrong name is no skip."""
+        for kind, name in (("golden", "block_test"), ("kernels", "unit_golden_test"), ("gpu", "parity_test"),
+                           ("gpu", "gemm_test"), ("gpu", "pages_test"), ("gpu", "memory_test")):
+            test = built("test", kind, name)
+            for device in ("cuda0", "cuda:01", "cuda:256") if test else ():
+                self.refused(run(test, TOW_TEST_DEVICE=device), 'TOW_TEST_DEVICE "%s": must be' % device, "N from 0 to 255")
+        test = built("test", "golden", "block_test")
+        if test:
+            self.refused(run(test, TOW_TEST_PRODUCTS="fp16"), 'TOW_TEST_PRODUCTS "fp16"', '"bf16" or "fp8"')
+
+    def test_old_driver(self):
+        """A driver that is too old is told, and is no skip."""
+        test, cc = built("test", "gpu", "parity_test"), shutil.which("gcc")
+        if not test or not cc:
+            return
+        with tempfile.TemporaryDirectory() as d:
+            c = os.path.join(d, "driver.c")
+            with open(c, "w") as f:
+                f.write("int cuInit(unsigned f) { return (int)f; }\n"
+                        "int cuDriverGetVersion(int *v) { *v = 9020; return 0; }\n")
+            subprocess.run([cc, "-shared", "-fPIC", "-o", os.path.join(d, "libcuda.so.1"), c], check=True)
+            r = run(test, "add", LD_LIBRARY_PATH=d)
+            self.assertEqual(r.returncode, 1, r.stdout)
+            for words in ("the driver is too old for CUDA", "it knows 9.2"):
+                self.assertIn(words, r.stdout)
 
     def test_peers(self):
         """What is needed is told where none of it is, too."""

@@ -450,12 +450,15 @@ static void test_numerics__pages_changed_on_their_way_are_found(void **state)
 /* As a device with memory of its own is audited. */
 static void test_numerics__through_a_mirror_all_rows_pass(void **state)
 {
+    static const char *const devices[] = {"mirror:cpu", "apart:cpu"};
     char failed[1024];
     struct ctl_numerics n = settings();
     (void)state;
-    n.device = "mirror:cpu";
-    audit(&n, failed);
-    assert_string_equal(failed, "");
+    for (size_t i = 0; i < sizeof devices / sizeof *devices; i++) {
+        n.device = devices[i];
+        audit(&n, failed);
+        assert_string_equal(failed, "");
+    }
 }
 
 static void test_numerics__rows_made_before_an_error_are_kept(void **state)

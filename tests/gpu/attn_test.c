@@ -563,9 +563,8 @@ static void test_attend__has_the_bits_of_its_ops(void **state)
 
 int main(int argc, char **argv)
 {
-    const char *d = getenv("TOW_TEST_DEVICE");
     char mirror[64];
-    device = d && *d ? d : "cuda:0";
+    device = test_cuda_device();
     snprintf(mirror, sizeof mirror, "mirror:%s", device);
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, mirror, 1, &err) < 0) return test_no_device(&err);

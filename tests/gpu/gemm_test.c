@@ -557,7 +557,7 @@ static void test_linear__every_code_has_its_value(void **state)
 int main(int argc, char **argv)
 {
     struct tow_err err = {0};
-    if (kern_dev_open(&gpu, "cuda:0", 0, &err) < 0) return test_no_device(&err);
+    if (kern_dev_open(&gpu, test_cuda_device(), 0, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     enum { N_SHAPES = sizeof shapes / sizeof *shapes };
     struct CMUnitTest tests[3 * N_SHAPES + 3] = {

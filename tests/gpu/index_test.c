@@ -403,11 +403,10 @@ static void test_index_select__pages_far_apart_are_found(void **state)
 {
     enum { T = 5, N = 8, LD = N * 64, TOPK = 64 };
     static uint16_t q[T * H * W], wt[T * H];
-    const char *d = getenv("TOW_TEST_DEVICE");
     struct kern_dev *dev = NULL;
     struct tow_err err = {0};
     (void)state;
-    assert_int_equal(kern_dev_open(&dev, d && *d ? d : "cuda:0", 1, &err), 0);
+    assert_int_equal(kern_dev_open(&dev, test_cuda_device(), 1, &err), 0);
     struct kern_stream *s = kern_dev_stream(dev);
     queries(q, wt, T);
     void *dq = kern_dev_alloc(dev, sizeof q), *dwt = kern_dev_alloc(dev, sizeof wt);
@@ -662,9 +661,8 @@ static void test_index_rank__odd_scores_have_the_ranks_of_a_count(void **state)
 
 int main(int argc, char **argv)
 {
-    const char *d = getenv("TOW_TEST_DEVICE");
     char device[64];
-    snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
+    snprintf(device, sizeof device, "mirror:%s", test_cuda_device());
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;

@@ -446,7 +446,7 @@ static void test_prepare__has_the_bits_of_its_ops(void **state)
 int main(int argc, char **argv)
 {
     struct tow_err err = {0};
-    if (kern_dev_open(&dev, "cuda:0", 0, &err) < 0) return test_no_device(&err);
+    if (kern_dev_open(&dev, test_cuda_device(), 0, &err) < 0) return test_no_device(&err);
     s = kern_dev_stream(dev);
     ops = kern_dev_ops(dev);
     const struct CMUnitTest tests[] = {

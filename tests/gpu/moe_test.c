@@ -706,7 +706,7 @@ int main(int argc, char **argv)
     };
     struct CMUnitTest tests[N + N_CODES + 3 * N_BOTH + N_NUMBERS + N_LAYERS + 16];
     struct tow_err err = {0};
-    if (kern_dev_open(&gpu, "cuda:0", 1, &err) < 0) return test_no_device(&err);
+    if (kern_dev_open(&gpu, test_cuda_device(), 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     for (int i = 0; i < N; i++)
         tests[i] =

@@ -844,7 +844,8 @@ static void test_cache__nan_stays_in_its_entry(void **state)
 int main(int argc, char **argv)
 {
     struct tow_err err = {0};
-    if (kern_dev_open(&sides[GPU].dev, "cuda:0", 0, &err) < 0) return test_no_device(&err);
+    if (kern_dev_open(&sides[GPU].dev, test_cuda_device(), 0, &err) < 0)
+        return test_no_device(&err);
     if (kern_dev_open(&sides[CPU].dev, "cpu", 0, &err) < 0) {
         printf("norm_test: %s\n", err.msg);
         return 1;

@@ -118,7 +118,12 @@ static void run_case(const struct op_case *c, struct op_run *r, bool on_gpu, int
 static int quick(void)
 {
     const char *n = getenv("TOW_TEST_QUICK");
-    return n && atoi(n) > 0 ? atoi(n) : 0;
+    if (!n || !*n) return 0;
+    char *end;
+    const long v = strtol(n, &end, 10);
+    if (*n >= '0' && *n <= '9' && !*end && v <= 1000) return (int)v;
+    printf("TOW_TEST_QUICK \"%s\": must be a whole number, 0 to 1000\n", n);
+    exit(2);
 }
 
 static void test_parity(void **state)
@@ -152,13 +157,13 @@ int main(int argc, char **argv)
 {
     /* TOW_TEST_DEVICE=cpu tries the mirror itself. */
     char device[64];
-    const char *d = getenv("TOW_TEST_DEVICE");
-    snprintf(device, sizeof device, "mirror:%s", d && *d ? d : "cuda:0");
+    snprintf(device, sizeof device, "mirror:%s", test_cuda_device());
     struct tow_err err = {0};
     if (kern_dev_open(&gpu, device, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open_cpu(
             &cpu, 0, KERN_CPU_AVX2 <= kern_cpu_best_isa() ? KERN_CPU_AVX2 : KERN_CPU_C, &err) < 0)
         return 1;
+    quick();
     struct CMUnitTest tests[N_OP_CASES];
     for (int i = 0; i < N_OP_CASES; i++)
         tests[i] = (struct CMUnitTest){op_cases[i].name, test_parity, NULL, NULL,

@@ -302,8 +302,7 @@ int main(int argc, char **argv)
 {
     struct tow_err err = {0};
     /* TOW_TEST_DEVICE=cpu tries the test itself. */
-    const char *device = getenv("TOW_TEST_DEVICE");
-    if (kern_dev_open(&sides[GPU].dev, device && *device ? device : "cuda:0", 0, &err) < 0)
+    if (kern_dev_open(&sides[GPU].dev, test_cuda_device(), 0, &err) < 0)
         return test_no_device(&err);
     if (kern_dev_open(&sides[CPU].dev, "cpu", 0, &err) < 0) {
         printf("sample_test: %s\n", err.msg);

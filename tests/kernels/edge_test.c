@@ -715,6 +715,10 @@ static void test_dev__bad_values_are_named(void **state)
     assert_non_null(strstr(err.msg, "256"));
     assert_int_equal(kern_dev_open(&d, "cpu", -1, &err), TOW_EINVAL);
     assert_null(d);
+    /* A machine that has no such device is not a wrong name. */
+    const int rc = kern_dev_open(&d, "cuda:0", 1, &err);
+    assert_true(rc == 0 || rc == TOW_ENOENT);
+    kern_dev_close(d);
 }
 
 int main(void)

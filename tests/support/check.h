@@ -8,6 +8,7 @@
 #include <stdint.h>
 /* cmocka.h needs the four above first. */
 #include <cmocka.h>
+#include <stdio.h>
 #include <stdlib.h>
 
 /* Every limit that guards against hanging, and every lease or heartbeat that must not run out by
@@ -16,8 +17,12 @@
 static inline uint32_t test_limit_ms(uint32_t ms)
 {
     const char *s = getenv("TOW_TEST_SLACK");
-    double slack = s ? atof(s) : 1;
-    return slack > 1 && slack <= 1000 ? (uint32_t)(ms * slack) : ms;
+    if (!s || !*s) return ms;
+    char *end;
+    const double slack = strtod(s, &end);
+    if (!*end && slack >= 1 && slack <= 1000) return (uint32_t)(ms * slack);
+    printf("TOW_TEST_SLACK \"%s\": must be a number, 1 to 1000\n", s);
+    exit(2);
 }
 
 /* The device that whole-model tests run on: TOW_TEST_DEVICE, else the CPU. */
@@ -25,6 +30,12 @@ static inline const char *test_device(void)
 {
     const char *d = getenv("TOW_TEST_DEVICE");
     return d && *d ? d : "cpu";
+}
+/* The same for tests of a CUDA device. */
+static inline const char *test_cuda_device(void)
+{
+    const char *d = getenv("TOW_TEST_DEVICE");
+    return d && *d ? d : "cuda:0";
 }
 
 #endif

@@ -12,18 +12,24 @@
 #include <string.h>
 
 /* What a test ends with when its device could not be opened, after a line that says why: 77
- * (skipped) where there is none, or no code for it; 1 where it is there and cannot be used. */
+ * (skipped) where the machine has none, or the build no code for it; 2 where TOW_TEST_DEVICE is
+ * wrong; 1 where the device is there and cannot be used. */
 static inline int test_no_device(const struct tow_err *err)
 {
-    printf("%s\n", err->msg);
-    return err->code == TOW_EINVAL ? 77 : 1;
+    const bool wrong = err->code == TOW_EINVAL;
+    const char *why = err->msg + (strncmp(err->msg, "--device ", 9) ? 0 : 9);
+    printf("%s%s\n", wrong ? "TOW_TEST_DEVICE " : "", why);
+    return wrong ? 2 : err->code == TOW_ENOENT ? 77 : 1;
 }
 
 /* TOW_TEST_PRODUCTS=fp8: whole-model tests of deployed mode run with --products fp8. */
 static inline bool test_products_fp8(void)
 {
     const char *p = getenv("TOW_TEST_PRODUCTS");
-    return p && strcmp(p, "fp8") == 0;
+    if (!p || !*p || strcmp(p, "bf16") == 0) return false;
+    if (strcmp(p, "fp8") == 0) return true;
+    printf("TOW_TEST_PRODUCTS \"%s\": must be \"bf16\" or \"fp8\"\n", p);
+    exit(2);
 }
 
 /* 0, or that; 77 also where the device does not have the products that are asked for. */
