@@ -93,6 +93,57 @@ class Tools(unittest.TestCase):
             for words in ("the driver is too old for CUDA", "it knows 9.2"):
                 self.assertIn(words, r.stdout)
 
+    def test_sanitize(self):
+        """With a build and a compute-sanitizer that only say what they were given."""
+        with tempfile.TemporaryDirectory() as d:
+            def program(path, text):
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+                with open(path, "w") as f:
+                    f.write("#!/bin/sh\n" + text)
+                os.chmod(path, 0o755)
+
+            def sanitize(*args, **env):
+                return run("sh", "tests/gpu/sanitize.sh", *args, CUDA_HOME=d, PATH=d + "/bin:" + os.environ["PATH"], **env)
+
+            tests = os.path.join(d, "test", "gpu")
+            program(tests + "/parity_test", "exit 0\n")
+            program(d + "/bin/compute-sanitizer", "echo \"$@\"; echo '[       OK ] it'\n")
+            for args, env, words in (([], {}, ("BUILD_DIR ''",)), (["/nowhere"], {}, ("BUILD_DIR '/nowhere'",)),
+                                     ([d, "bogus"], {}, ("TOOL 'bogus'", "memcheck, racecheck or initcheck")),
+                                     ([d, "memcheck", "bogus"], {}, ("TOOL 'bogus'",)),
+                                     ([d], {"TOW_SANITIZE_ONLY": "nomatch"}, ("TOW_SANITIZE_ONLY 'nomatch'", "wkv*")),
+                                     ([d, "racecheck"], {"TOW_SANITIZE_ONLY": "widened_ahead"}, ("no run of racecheck",)),
+                                     *(([d], {"TOW_SANITIZE_JOBS": x}, ("TOW_SANITIZE_JOBS '%s'" % x, "1 to 256"))
+                                       for x in ("abc", "-1", "1.5", "0", "04", "257", "99999999999999999999")),
+                                     ([d], {"TOW_SANITIZE_SECONDS": "abc"}, ("TOW_SANITIZE_SECONDS 'abc'", "0 to 86400")),
+                                     ([d], {"TOW_SANITIZE_LOGS": "/etc/passwd"}, ("TOW_SANITIZE_LOGS '/etc/passwd'",))):
+                r = sanitize(*args, **env)
+                self.refused(r, *words)
+                self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
+            for args in (["--help"], [d, "--help"]):
+                r = sanitize(*args)
+                self.assertEqual(r.returncode, 0, r.stdout)
+                for word in ("usage", "TOW_SANITIZE_SECONDS", "0: none", "cannot be used"):
+                    self.assertIn(word, r.stdout)
+            logs = os.path.join(d, "logs")
+            for only, n in (("gemm_test 'wkv*'", 3), ("gemm_test 'wo_a*'", 3), ("", None)):  # the same folder again
+                r = sanitize(d, TOW_SANITIZE_ONLY=only, TOW_SANITIZE_LOGS=logs)
+                self.assertEqual(r.returncode, 0, r.stdout)
+                n = n or r.stdout.count("\n") - 1
+                self.assertEqual(r.stdout.splitlines()[-1], "%d passed, 0 failed" % n)
+            self.assertGreater(n, 100)
+            program(d + "/bin/compute-sanitizer", "echo no case of this device\n")
+            r = sanitize(d, "memcheck", TOW_SANITIZE_ONLY="wkv")
+            self.assertEqual((r.returncode, r.stdout.splitlines()[-1]), (1, "0 passed, 0 failed, 1 skipped"))
+            program(d + "/bin/compute-sanitizer", "echo it broke; exit 3\n")
+            r = sanitize(d, "memcheck", TOW_SANITIZE_ONLY="wkv")
+            self.assertEqual(r.returncode, 1)
+            self.assertIn("(exit 3), 0 s\nit broke\n0 passed, 1 failed", r.stdout)
+            for rc, ends, said in ((77, 0, "gpu-sanitize: why: skipped\n"), (2, 2, "gpu-sanitize: why\n")):
+                program(tests + "/parity_test", "echo why; exit %d\n" % rc)
+                r = sanitize(d)
+                self.assertEqual((r.returncode, r.stdout), (ends, said))
+
     def test_peers(self):
         """What is needed is told where none of it is, too."""
         r = run(sys.executable, "-S", "tests/gpu/peers.py", "--help")
