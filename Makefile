@@ -212,7 +212,8 @@ $(B)/test/%: $(B)/obj/tests/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 $(B)/test/kernels/parity_test $(B)/test/gpu/parity_test: $(B)/obj/tests/kernels/op_cases.o
 
 # Programs that cluster tests drive.
-HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c)) $(if $(CU_SRC),$(B)/bench/gpu/bench_step)
+GPU_BENCHES := $(if $(CU_SRC),$(patsubst tests/gpu/%.c,$(B)/bench/gpu/%,$(wildcard tests/gpu/bench_*.c)))
+HELPER_BINS := $(patsubst tests/%.c,$(B)/test/%,$(wildcard tests/cluster/*.c)) $(GPU_BENCHES)
 tests-build: $(TEST_BINS) $(HELPER_BINS)
 unit-test kernels-test golden-test fault-test gpu-test: %-test: all
 	@$(MAKE) --no-print-directory $(filter $(B)/test/$*/% $(if $(filter gpu,$*),$(B)/test/golden/% $(B)/test/kernels/%_golden_test $(B)/test/unit/model_forward_test),$(TEST_BINS))
@@ -241,7 +242,6 @@ fuzz:
 	@$(MAKE) --no-print-directory VARIANT=fuzz fuzz-build
 	@sh tests/run_fuzz.sh build/fuzz $(FUZZ_SECONDS)
 
-GPU_BENCHES := $(if $(CU_SRC),$(patsubst tests/gpu/%.c,$(B)/bench/gpu/%,$(wildcard tests/gpu/bench_*.c)))
 $(B)/bench/gpu/%: $(B)/obj/tests/gpu/%.o $(SUPPORT) $(PROG_PART_OBJS) $(ALL_LIBS)
 	@mkdir -p $(@D)
 	$(CC) $(LDFLAGS) -o $@ $< $(SUPPORT) $(LINK_all) $(LIBS_all)

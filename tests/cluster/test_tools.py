@@ -152,20 +152,60 @@ class Tools(unittest.TestCase):
             self.assertIn(word, r.stdout)
         r = run(sys.executable, "-S", "tests/gpu/peers.py")
         self.assertEqual((r.returncode, r.stdout), (77, "peers: no torch here: skipped\n"))
+        self.refused(run(sys.executable, "-S", "tests/gpu/peers.py", "--only", "FlashMLA"), "--only 'FlashMLA'",
+                     "part of a line's name: ", "wo_b, torch.matmul bf16")
+        for only in ("FlashMLA", "torch.topk"):
+            r = run(sys.executable, "-S", "tests/gpu/peers.py", "--only", only, "--flash-mla", "lib.so")
+            self.assertEqual(r.returncode, 77, r.stdout)
+
+    def test_benches(self):
+        for name, args, env, words in (
+                ("moe", ["T=abc"], {}, ("T= 'abc'", " 32 ", " 8192")), ("moe", ["T=7"], {}, ("T= '7'", " 8 32 ")),
+                ("moe", ["moe", "T=32x"], {}, ("T= '32x'",)), ("moe", ["T=0"], {}, ("T= '0'",)),
+                ("gemm", [], {"TOW_BENCH_ROWS": "abc"}, ("TOW_BENCH_ROWS 'abc'", " 64 ", "commas")),
+                ("gemm", [], {"TOW_BENCH_ROWS": "1,7"}, ("TOW_BENCH_ROWS '1,7'",)),
+                ("gemm", [], {"TOW_BENCH_ROWS": "1,,8"}, ("TOW_BENCH_ROWS '1,,8'",)),
+                ("gemm", [], {"TOW_BENCH_TFLOPS": "abc"}, ("TOW_BENCH_TFLOPS 'abc'", "a number above 0")),
+                ("gemm", [], {"TOW_BENCH_TFLOPS": "-1"}, ("TOW_BENCH_TFLOPS '-1'",)),
+                ("norm", ["--late"], {}, ("argument '--late'", "--help")),
+                ("attn", ["c4", "window"], {}, ("argument 'window'",)),
+                ("attn", ["cuda:01"], {}, ('argument "cuda:01": must be', "0 to 255")),
+                ("index", ["cuda0"], {}, ('argument "cuda0"',)), ("pages", ["cuda:x"], {}, ('argument "cuda:x"',)),
+                ("sample", [""], {}, ("argument ''",))):
+            bench = built("bench", "gpu", "bench_" + name)
+            if not bench:
+                continue
+            self.refused(run(bench, *args, **env), "bench_%s: " % name, *words)
+            r = run(bench, "--help")
+            self.assertEqual(r.returncode, 0, r.stdout)
+            self.assertIn("usage: bench_%s [PART OF A NAME] [cuda:N]" % name, r.stdout)
 
     def test_bench_step(self):
-        if not os.path.exists(BENCH_STEP):
-            print("no CUDA in this build: settings of bench_step not tried", flush=True)
+        if not built("bench", "gpu", "bench_step"):
             return
         r = run(BENCH_STEP, "--help")
         self.assertEqual(r.returncode, 0, r.stdout)
         self.assertIn("--layers N|most", r.stdout)
+        self.assertEqual(run(BENCH_STEP, "no-checkpoint", "--help").returncode, 0)
+        self.assertEqual(run(BENCH_STEP).returncode, 77)
         self.assertEqual(run(BENCH_STEP, "--device", "cpu").returncode, 2)
-        for args, words in ((["--layers", "0"], ("--layers '0'", "most, or 1 to 256")),
+        self.refused(run(BENCH_STEP, "no-checkpoint", "--device", "gpu"), '--device "gpu": must be', "0 to 255")
+        with tempfile.TemporaryDirectory() as d:
+            self.assertEqual(run(sys.executable, "tests/support/make_checkpoint.py", d).returncode, 0)
+            for n in ("2", "256"):
+                self.refused(run(BENCH_STEP, d, "--device", "cpu", "--layers", n), "--layers: ", "layers %s: not in 3..255" % n)
+        for args, words in ((["--layers", "0"], ("--layers '0'", "most, or", "to 256")),
                             (["--layers", "1e9"], ("--layers '1e9'",)),
                             (["--batches", "1,2,3,4,5,6,7,8,9"], ("--batches", "1 to 8 numbers")),
                             (["--batches", "1x2"], ("--batches '1x2'",)),
                             (["--contexts", "0"], ("--contexts '0'",)),
+                            (["--contexts", "1048577"], ("--contexts '1048577'", "1 to 1048576 each")),
+                            (["--batches", "1048576"], ("--batches '1048576'", "1 to 65536 each")),
+                            (["--batches", "+1"], ("--batches '+1'",)),
+                            (["--steps", "08"], ("--steps '08'", "1 to 100")),
+                            (["--steps", " 5"], ("--steps ' 5'",)),
+                            (["--device", ""], ("--device ''", "N from 0 to 255")),
+                            (["--pages-gb", "0x10"], ("--pages-gb '0x10'",)),
                             (["--pages-gb", "4 GB"], ("--pages-gb '4 GB'", "above 0")),
                             (["--pages-gb", "inf"], ("--pages-gb 'inf'",)),
                             (["--chunk", "0"], ("--chunk '0'", "1 to 65536")),
@@ -173,6 +213,7 @@ class Tools(unittest.TestCase):
                             (["--steps"], ("--steps ''",)),
                             (["--layer", "3"], ("'--layer'", "unknown"))):
             self.refused(run(BENCH_STEP, "no-checkpoint", *args), *words)
+            self.assertEqual(run(BENCH_STEP, "no-checkpoint", *args, "--help").returncode, 0)
 
 
 if __name__ == "__main__":

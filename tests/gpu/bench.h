@@ -1,5 +1,6 @@
-/* tests/gpu/bench.h - the frame of the GPU benchmarks: opens the device, measures its copy
- * bandwidth, times enqueued calls, and prints one line per case beside its floor and its goal.
+/* tests/gpu/bench.h - the frame of the GPU benchmarks: reads what they are told, opens the device,
+ * measures its copy bandwidth, times enqueued calls, and prints one line per case beside its floor
+ * and its goal.
  *
  * Time     Mean of calls enqueued between two syncs, median of five rounds, after a warm-up. A call
  *          is given a number that counts up: with it a case takes its buffers in turn, so that what
@@ -15,7 +16,7 @@
  *     }
  *     ...
  *     struct bench b;
- *     int rc = bench_open(&b, argc, argv);
+ *     int rc = bench_open(&b, argc, argv, NULL);
  *     if (rc) return rc;
  *     bench_run(&b, &(struct bench_case){.name = "add", .shape = "8192 x 4096", .call = call,
  *                                        .ctx = &m, .bytes = 8192.0 * 4096 * 8,
@@ -30,12 +31,14 @@
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
 
+#include <errno.h>
+#include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { BENCH_SKIPPED = 77, BENCH_ROUNDS = 5 };
+enum { BENCH_SKIPPED = 77, BENCH_WRONG = 2, BENCH_ROUNDS = 5 };
 /* More than the L2 of an H200 (50 MiB), the device that goals are for. */
 #define BENCH_L2_BYTES (64.0 * (1 << 20))
 /* What its matrix unit does in bf16 under load: the ceiling of floors by FLOPs. */
@@ -48,7 +51,8 @@ struct bench {
     const struct kern_ops *ops;
     const char *only;  /* argument: run only cases whose name contains it; NULL: all */
     double copy_bytes; /* per second */
-    int n_failed;
+    char others[600];  /* names that do not contain it */
+    int n_timed, n_failed;
     void *mem[512]; /* device, freed by bench_close */
     int n_mem;
 };
@@ -63,6 +67,83 @@ struct bench_case {
     const char *goal;    /* NULL: none */
     int ops;             /* that a call enqueues, each with these bytes and flops; 0: one */
 };
+
+/* ------------------------------------------------------------------ what it is told */
+
+/* One line that says what is wrong, and the end. */
+static inline void bench_wrong(const char *what, const char *value, const char *want)
+{
+    fprintf(stderr, "%s: %s '%s': must be %s\n", program_invocation_short_name, what, value, want);
+    exit(BENCH_WRONG);
+}
+/* Numbers in decimal digits with commas between, each least .. most: how many, or -1 where the text
+ * is something else or there are more than max. */
+static inline int bench_numbers(const char *text, long least, long most, int max, int32_t *out)
+{
+    for (int n = 0;; text++) {
+        const size_t digits = strspn(text, "0123456789");
+        const long v = digits < 10 ? strtol(text, NULL, 10) : -1;
+        if (digits == 0 || (digits > 1 && *text == '0') || v < least || v > most) return -1;
+        if (n == max) return -1;
+        out[n++] = (int32_t)v;
+        text += digits;
+        if (!*text) return n;
+        if (*text != ',') return -1;
+    }
+}
+/* At most max of the numbers that a program knows; ends it otherwise. Returns how many. */
+static inline int bench_some(const char *what, const char *text, const int32_t *known, int n_known,
+                             int max, int32_t *out)
+{
+    char want[200] = "one of";
+    const int n = bench_numbers(text, 0, 1L << 30, max, out);
+    bool good = n > 0;
+    for (int i = 0; i < n; i++) {
+        bool is = false;
+        for (int k = 0; k < n_known; k++) is |= out[i] == known[k];
+        good &= is;
+    }
+    if (good) return n;
+    for (int k = 0; k < n_known; k++)
+        snprintf(want + strlen(want), sizeof want - strlen(want), " %d", known[k]);
+    if (max > 1)
+        snprintf(want + strlen(want), sizeof want - strlen(want),
+                 ", or several with commas between");
+    bench_wrong(what, text, want);
+    return -1;
+}
+/* A decimal number above 0, or -1. */
+static inline double bench_amount(const char *text)
+{
+    char *end;
+    const double v = strtod(text, &end);
+    const bool plain = *text && text[strspn(text, "0123456789.")] == 0;
+    return plain && !*end && v > 0 && isfinite(v) ? v : -1;
+}
+/* Takes out the first argument that is `name`, or begins with it where that ends in '=', and returns
+ * what follows; NULL: none. */
+static inline const char *bench_take(int *argc, char **argv, const char *name)
+{
+    for (int i = 1; i < *argc; i++) {
+        const char *arg = argv[i];
+        const size_t n = strlen(name);
+        if (strncmp(arg, name, n) != 0 || (name[n - 1] != '=' && arg[n])) continue;
+        for ((*argc)--; i < *argc; i++) argv[i] = argv[i + 1];
+        return arg + n;
+    }
+    return NULL;
+}
+/* A device that could not be opened: what the program ends with, after a line that says why; what:
+ * the argument that named it. */
+static inline int bench_no_device(const struct tow_err *err, const char *what)
+{
+    const bool named = strncmp(err->msg, "--device ", 9) == 0;
+    printf("%s: %s%s\n", program_invocation_short_name, named ? what : "",
+           err->msg + (named ? 8 : 0));
+    return err->code == TOW_ENOENT ? BENCH_SKIPPED : err->code == TOW_EINVAL ? BENCH_WRONG : 1;
+}
+
+/* ------------------------------------------------------------------ memory */
 
 static inline double bench_now(void)
 {
@@ -187,9 +268,13 @@ static inline double bench_seconds(struct bench *b, int (*call)(void *ctx, int i
     return round[BENCH_ROUNDS / 2];
 }
 
-static inline bool bench_wants(const struct bench *b, const char *name)
+static inline bool bench_wants(struct bench *b, const char *name)
 {
-    return !b->only || strstr(name, b->only);
+    if (!b->only || strstr(name, b->only)) return true;
+    const size_t at = strlen(b->others);
+    if (!strstr(b->others, name) && at + strlen(name) + 8 < sizeof b->others)
+        snprintf(b->others + at, sizeof b->others - at, "%s%s", at ? ", " : "", name);
+    return false;
 }
 
 /* Times the case and prints its line; returns microseconds, or -1. */
@@ -202,6 +287,7 @@ static inline double bench_run(struct bench *b, const struct bench_case *c)
         b->n_failed++;
         return -1;
     }
+    b->n_timed++;
     double bytes_s = c->bytes / b->copy_bytes;
     double flops_s = c->flops_second > 0 ? c->flops / c->flops_second : 0;
     double floor_s = bytes_s > flops_s ? bytes_s : flops_s;
@@ -219,23 +305,28 @@ static inline int bench_copy_call(void *ctx, int i)
     return kern_stream_copy(b->s, b->mem[0], b->mem[1], (size_t)4 << 30);
 }
 
-/* argv: [name part] [cuda:N]. 0, or what main() returns. */
-static inline int bench_open(struct bench *b, int argc, char **argv)
+/* argv: [PART OF A NAME] [cuda:N]; own: what the usage says of the program's own arguments, which it
+ * has taken out (bench_take), and of its environment, or NULL. 0, or what main() returns: 77 where
+ * there is no device. A wrong argument ends the program. */
+static inline int bench_open(struct bench *b, int argc, char **argv, const char *own)
 {
     struct tow_err err = {0};
-    const char *spec = "cuda:0";
+    const char *spec = NULL;
     memset(b, 0, sizeof *b);
     setvbuf(stdout, NULL, _IOLBF, 0);
     for (int i = 1; i < argc; i++) {
-        if (strncmp(argv[i], "cuda:", 5) == 0)
-            spec = argv[i];
-        else
-            b->only = argv[i];
+        const char **at = strncmp(argv[i], "cuda", 4) ? &b->only : &spec;
+        if (strcmp(argv[i], "--help") == 0) {
+            printf("usage: %s [PART OF A NAME] [cuda:N]%s\n", program_invocation_short_name,
+                   own ? own : "");
+            exit(0);
+        }
+        if (*argv[i] == '-' || !*argv[i] || *at)
+            bench_wrong("argument", argv[i], "[PART OF A NAME] [cuda:N]; --help lists all");
+        *at = argv[i];
     }
-    if (kern_dev_open(&b->dev, spec, 0, &err) < 0) {
-        printf("%s: %s\n", argv[0], err.msg);
-        return err.code == TOW_EINVAL ? BENCH_SKIPPED : 1;
-    }
+    if (!spec) spec = "cuda:0";
+    if (kern_dev_open(&b->dev, spec, 0, &err) < 0) return bench_no_device(&err, "argument");
     b->s = kern_dev_stream(b->dev);
     b->ops = kern_dev_ops(b->dev);
     bench_alloc(b, 0x1p32);
@@ -253,11 +344,17 @@ static inline int bench_open(struct bench *b, int argc, char **argv)
     return 0;
 }
 
+/* What main() returns; nothing timed is a failure. */
 static inline int bench_close(struct bench *b)
 {
+    char want[sizeof b->others + 64];
     bench_free_all(b);
     kern_dev_close(b->dev);
-    if (b->n_failed) printf("%d cases FAILED\n", b->n_failed);
+    snprintf(want, sizeof want, "part of a name that other settings leave: %s", b->others);
+    if (b->n_failed)
+        printf("%d cases FAILED\n", b->n_failed);
+    else if (b->n_timed == 0)
+        bench_wrong("PART OF A NAME", b->only ? b->only : "", want);
     return b->n_failed > 0;
 }
 

@@ -264,7 +264,7 @@ int main(int argc, char **argv)
 {
     enum { K = 1024 };
     struct bench b;
-    int rc = bench_open(&b, argc, argv);
+    int rc = bench_open(&b, argc, argv, NULL);
     if (rc) return rc;
     bench_attention(&b, C4, 1, 1, 64 * K, NULL);
     bench_attention(&b, C4, 8, 1, 64 * K, NULL);

@@ -106,21 +106,22 @@ static struct kern_weight host_weight(const struct shape *c)
     return w;
 }
 
+static const int32_t all_rows[] = {1, 2, 4, 8, 16, 32, 64, 128, 1024, 8192};
+enum { N_ROWS = sizeof all_rows / sizeof *all_rows };
+static int32_t only_rows[N_ROWS];
+static int n_only_rows; /* 0: all */
 static bool wanted_rows(int32_t T)
 {
-    const char *list = getenv("TOW_BENCH_ROWS");
-    for (const char *c = list; c; c = strchr(c, ',') ? strchr(c, ',') + 1 : NULL)
-        if (atoi(c) == T) return true;
-    return !list;
+    for (int i = 0; i < n_only_rows; i++)
+        if (only_rows[i] == T) return true;
+    return n_only_rows == 0;
 }
 
 static void bench_shape(struct bench *b, const struct shape *c, double tflops)
 {
-    static const int32_t rows[] = {1, 8, 32, 128, 8192},
-                         more[] = {1, 2, 4, 8, 16, 32, 64, 128, 1024, 8192};
-    const int32_t *Ts = c->thorough ? more : rows;
-    const int n =
-        c->thorough ? (int)(sizeof more / sizeof *more) : (int)(sizeof rows / sizeof *rows);
+    static const int32_t rows[] = {1, 8, 32, 128, 8192};
+    const int32_t *Ts = c->thorough ? all_rows : rows;
+    const int n = c->thorough ? N_ROWS : (int)(sizeof rows / sizeof *rows);
     const bool head = c->N > 100000;
     const double wb = weight_bytes(c);
     struct ctx ctx = {.ops = b->ops, .s = b->s, .turns = bench_turns(wb, MOST)};
@@ -346,6 +347,7 @@ static void bench_given(struct bench *b)
         free((void *)(uintptr_t)w.data), free((void *)(uintptr_t)w.scale);
         bench_free_all(b);
     }
+    b->n_timed += n_shapes;
     if (n_shapes)
         printf("mean of %d  alone %7.1f TFLOP/s  with quantizing %7.1f TFLOP/s\n", n_shapes,
                mean[GIVEN] / n_shapes, mean[QUANTIZED] / n_shapes);
@@ -357,9 +359,14 @@ static void bench_given(struct bench *b)
 int main(int argc, char **argv)
 {
     struct bench b;
-    const char *t = getenv("TOW_BENCH_TFLOPS");
-    const double tflops = t ? atof(t) : BENCH_BF16_FLOPS * 1e-12;
-    int rc = bench_open(&b, argc, argv);
+    const char *t = getenv("TOW_BENCH_TFLOPS"), *rows = getenv("TOW_BENCH_ROWS");
+    const double tflops = t && *t ? bench_amount(t) : BENCH_BF16_FLOPS * 1e-12;
+    if (tflops < 0) bench_wrong("TOW_BENCH_TFLOPS", t, "a number above 0");
+    if (rows && *rows)
+        n_only_rows = bench_some("TOW_BENCH_ROWS", rows, all_rows, N_ROWS, N_ROWS, only_rows);
+    int rc = bench_open(&b, argc, argv,
+                        "\nTOW_BENCH_ROWS: only so many rows, as 1,64,8192; TOW_BENCH_TFLOPS: of "
+                        "bf16 (780)");
     if (rc) return rc;
     printf("FLOPs by bf16 at %.0f TFLOP/s\n", tflops);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
@@ -367,7 +374,7 @@ int main(int argc, char **argv)
             bench_shape(&b, &shapes[i], tflops);
     if (bench_wants(&b, "before wq_b")) bench_set(&b);
 #ifdef TOW_CUDA
-    if (bench_wants(&b, "codes given")) bench_given(&b);
+    if (wanted_rows(8192) && bench_wants(&b, "codes given")) bench_given(&b);
 #endif
     return bench_close(&b);
 }

@@ -158,7 +158,7 @@ int main(int argc, char **argv)
 {
     enum { K = 1024 };
     struct bench b;
-    int rc = bench_open(&b, argc, argv);
+    int rc = bench_open(&b, argc, argv, NULL);
     if (rc) return rc;
     bench_query(&b, 128, "<= 5 us");
     bench_query(&b, 8192, "<= 1.2 x");

@@ -12,7 +12,14 @@
 
 enum { E = 256, K = 6, D = 4096, I = 2048, TURNS = 8, MAX_T = 8192 };
 
-static int only_T;
+static int32_t only_T;
+
+/* Of all cases. */
+static const int32_t rows[] = {1, 2, 4, 8, 32, 128, 512, 1024, 2048, MAX_T};
+static bool wanted_rows(int32_t T)
+{
+    return !only_T || T == only_T;
+}
 
 struct experts {
     struct kern_weight w1[E], w2[E], w3[E];
@@ -116,7 +123,12 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
     char shape[64], label[64];
     double distinct = 0;
     snprintf(label, sizeof label, "%s%s", name, x->codes ? " codes" : "");
-    if (!bench_wants(b, label) || (only_T && T != only_T)) return;
+    const bool wide =
+        x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K > 24 * E && !x->codes;
+    bool wanted = bench_wants(b, label);
+    snprintf(label, sizeof label, "%s wgmma", name);
+    if (wide) wanted |= bench_wants(b, label);
+    if (!wanted || !wanted_rows(T)) return;
     for (int i = 0; i < TURNS; i++) distinct += draw(b, T, hot, &m.experts[i]) / TURNS;
     m.p = (struct kern_moe){.x = bench_random(b, (double)T * D, KERN_BF16, 1),
                             .weights = bench_random(b, (double)T * K, KERN_F32, 0.3f),
@@ -133,8 +145,6 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                             .aq = x->aq,
                             .act = KERN_BF16};
     snprintf(shape, sizeof shape, "T %d%s, %.0f experts", T, hot ? " hot" : "", distinct);
-    const bool wide =
-        x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K > 24 * E && !x->codes;
     for (int way = 0; way <= wide; way++) {
         snprintf(label, sizeof label, "%s%s", name, x->codes ? " codes" : way ? " wgmma" : "");
 #ifdef TOW_CUDA
@@ -346,17 +356,16 @@ int main(int argc, char **argv)
 {
     static struct experts x;
     struct bench b;
-    if (argc > 1 && strncmp(argv[1], "T=", 2) == 0) {
-        only_T = atoi(argv[1] + 2);
-        argv[1] = argv[0], argc--, argv++;
-    }
-    int rc = bench_open(&b, argc, argv);
+    const char *T_is = bench_take(&argc, argv, "T=");
+    if (T_is) bench_some("T=", T_is, rows, sizeof rows / sizeof *rows, 1, &only_T);
+    int rc = bench_open(&b, argc, argv, " [T=N]\nT=N: only cases of N rows, like 1, 32 or 8192");
     if (rc) return rc;
-    run_small(&b, 32);
-    run_small(&b, MAX_T);
-    if (bench_wants(&b, "ffn_mxfp4")) {
+    if (wanted_rows(32)) run_small(&b, 32);
+    if (wanted_rows(MAX_T)) run_small(&b, MAX_T);
+    if ((!only_T || only_T <= 8) && bench_wants(&b, "ffn_mxfp4")) {
         place(&b, &x, KERN_W_MXFP4, 0);
-        for (int T = 1; T <= 8; T *= 2) run_ffn(&b, &x, T);
+        for (int T = 1; T <= 8; T *= 2)
+            if (wanted_rows(T)) run_ffn(&b, &x, T);
         unplace(&b, &x);
     }
     for (int codes = 0; codes < 2; codes++) {
@@ -374,7 +383,7 @@ int main(int argc, char **argv)
         run_moe(&b, &x, "moe_mxfp4", MAX_T, true, NULL);
         unplace(&b, &x);
     }
-    if (bench_wants(&b, "moe_nvfp4 wgmma")) {
+    if (bench_wants(&b, "moe_nvfp4 wgmma") || bench_wants(&b, "moe_nvfp4 w4a4")) {
         place(&b, &x, KERN_W_NVFP4, false);
         run_moe(&b, &x, "moe_nvfp4", 32, false, "<= 1.35 x");
         run_moe(&b, &x, "moe_nvfp4", MAX_T, false, ">= 480 TFLOP/s");

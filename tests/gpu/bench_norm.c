@@ -341,8 +341,9 @@ int main(int argc, char **argv)
 {
     static const int32_t batches[] = {1, 32, 128};
     struct bench b;
-    const bool late = argc > 1 && !strcmp(argv[argc - 1], "late");
-    int rc = bench_open(&b, argc - late, argv);
+    const bool late = bench_take(&argc, argv, "late");
+    int rc = bench_open(&b, argc, argv,
+                        " [late]\nlate: small kernels wait for the end of the one before");
     if (rc) return rc;
     if (late) cuda_early_launches = 0;
     puts("-- a prefill chunk");

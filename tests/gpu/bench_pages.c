@@ -93,8 +93,10 @@ static double copy_rate(struct kern_stream *s, uint8_t *dev, uint8_t *host, size
     return best;
 }
 
-static void print_rate(const char *name, const char *shape, double rate, const char *goal)
+static void print_rate(struct bench *b, const char *name, const char *shape, double rate,
+                       const char *goal)
 {
+    b->n_timed++;
     printf("%-18s %-30s %9s %7.1f GB/s  %s%s\n", name, shape, "", rate * 1e-9, goal ? "goal " : "",
            goal ? goal : "");
 }
@@ -114,7 +116,7 @@ static void bench_copies(struct bench *b, struct kern_stream *second, uint8_t *d
         for (size_t k = 0; bench_wants(b, name) && k < sizeof cuts / sizeof *cuts; k++) {
             char shape[64];
             snprintf(shape, sizeof shape, "%d x %zu KiB", cuts[k].n, cuts[k].each >> 10);
-            print_rate(name, shape, copy_rate(second, dev, host, cuts[k].each, cuts[k].n, out),
+            print_rate(b, name, shape, copy_rate(second, dev, host, cuts[k].each, cuts[k].n, out),
                        pinned && cuts[k].each >= PAGE ? ">= 50 GB/s" : NULL);
         }
     }
@@ -153,6 +155,7 @@ static void bench_overlap(struct bench *b, struct kern_stream *second, uint8_t *
               .x_dtype = KERN_BF16,
               .y_dtype = KERN_BF16}};
     if (!w || kern_dev_place(b->dev, &x.p.w, 1, &err) < 0) exit(1);
+    b->n_timed++;
     double t[3] = {0};
     for (int r = 0; r < 3; r++)
         for (int what = 0; what < 3; what++) {
@@ -183,7 +186,7 @@ int main(int argc, char **argv)
     struct bench b;
     struct tow_err err = {0};
     struct kern_stream *second;
-    int rc = bench_open(&b, argc, argv);
+    int rc = bench_open(&b, argc, argv, NULL);
     if (rc) return rc;
     const size_t area = (size_t)4 * CHUNK * PAGE;
     uint32_t *ids = malloc(POOL * sizeof *ids);
@@ -206,7 +209,7 @@ int main(int argc, char **argv)
     }
     memset(host, 1, area);
     if (bench_wants(&b, "host_digest"))
-        print_rate("host_digest", "XXH3 on one core, of 986 KiB", host_digest(host), NULL);
+        print_rate(&b, "host_digest", "XXH3 on one core, of 986 KiB", host_digest(host), NULL);
     bench_copies(&b, second, pool, host, false);
     const double t0 = bench_now();
     if (kern_dev_pin(b.dev, host, area, &err) < 0 ||

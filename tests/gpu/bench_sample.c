@@ -59,7 +59,7 @@ int main(int argc, char **argv)
                  {"20 logprobs", {.top_p = 1, .n_logprobs = 20}}};
     static const int32_t batches[] = {1, 32, MOST};
     struct bench b;
-    int rc = bench_open(&b, argc, argv);
+    int rc = bench_open(&b, argc, argv, NULL);
     if (rc) return rc;
     float *x = logits(&b);
     struct kern_edit *edits = calloc(MOST * 1000, sizeof *edits);

@@ -46,6 +46,7 @@ enum {
     MAX_CASES = 2 + MAX_LIST * MAX_LIST,
     MAX_SLOTS = 64,
     MAX_STEPS = 100,
+    MAX_TOKENS = 1 << 20,
     WARM_STEPS = 3, /* plain, captured, launched */
     OP_PASSES = 3,
     /* Sequences stand at context .. context + SPREAD - 1, so that few finish a group at once. */
@@ -491,7 +492,7 @@ static struct {
 static void fail(const char *what, const struct tow_err *err)
 {
     fprintf(stderr, "bench_step: %s%s%s\n", what, err ? ": " : "", err ? err->msg : "");
-    exit(1);
+    exit(err && err->code == TOW_ECONFIG ? BENCH_WRONG : 1);
 }
 
 static void *host(double bytes)
@@ -1006,36 +1007,25 @@ static const char USAGE[] =
     "                  [--layers N|most] [--pages-gb 40] [--products bf16|fp8] [--trace 0|1]\n"
     "                  [--bf16 780] [--fp8 1500]\n"
     "--prefill 0 or --batches 0 leave a section out; --layers: those that the checkpoint does not\n"
-    "have repeat its own; --pages-gb: most for pages and tails, which sequences share where they\n"
-    "need more; --bf16, --fp8: ceilings in TFLOP/s. The checkpoint:\n"
+    "have repeat its own, and none is left out; --pages-gb: most for pages and tails, which\n"
+    "sequences share where they need more; --bf16, --fp8: ceilings in TFLOP/s. The checkpoint:\n"
     "    python3 tests/support/make_checkpoint.py /tmp/flash --preset flash --layers 6\n";
 
 /* At most MAX_LIST numbers with commas between, zeros left out; -1: something else. */
-static int numbers(const char *text, int32_t *out)
+static int numbers(const char *text, long least, long highest, int32_t *out)
 {
+    int32_t all[MAX_LIST];
+    const int n_all = bench_numbers(text, least, highest, MAX_LIST, all);
     int n = 0;
-    for (char *end;; text = end + 1) {
-        const long v = strtol(text, &end, 10);
-        if (end == text || (*end && *end != ',') || v < 0 || v > 1 << 20) return -1;
-        if (v > 0 && n == MAX_LIST) return -1;
-        if (v > 0) out[n++] = (int32_t)v;
-        if (!*end) return n;
-    }
+    for (int i = 0; i < n_all; i++)
+        if (all[i] > 0) out[n++] = all[i];
+    return n_all < 0 ? -1 : n;
 }
 
 static int32_t number(const char *text, int32_t least, int32_t highest)
 {
-    char *end;
-    const long v = strtol(text, &end, 10);
-    return *text && !*end && v >= least && v <= highest ? (int32_t)v : -1;
-}
-
-/* A number above 0, or -1. */
-static double amount(const char *text)
-{
-    char *end;
-    const double v = strtod(text, &end);
-    return *text && !*end && v > 0 && isfinite(v) ? v : -1;
+    int32_t v;
+    return bench_numbers(text, least, highest, 1, &v) == 1 ? v : -1;
 }
 
 /* 0, or -1 with a message. */
@@ -1047,10 +1037,10 @@ static int read_options(int argc, char **argv)
         bool good = false;
         if (!strcmp(name, "--device")) {
             good = *(opt.device = value) != 0;
-            snprintf(want, sizeof want, "cpu or cuda:N");
+            snprintf(want, sizeof want, "cpu or cuda:N, N from 0 to 255");
         } else if (!strcmp(name, "--prefill")) {
-            good = (opt.prefill = number(value, 0, 1 << 20)) >= 0;
-            snprintf(want, sizeof want, "0 to %d", 1 << 20);
+            good = (opt.prefill = number(value, 0, MAX_TOKENS)) >= 0;
+            snprintf(want, sizeof want, "0 to %d", MAX_TOKENS);
         } else if (!strcmp(name, "--chunk")) {
             good = (opt.chunk = number(value, 1, MODEL_MAX_ROWS)) > 0;
             snprintf(want, sizeof want, "1 to %d", MODEL_MAX_ROWS);
@@ -1058,17 +1048,20 @@ static int read_options(int argc, char **argv)
             good = (opt.steps = number(value, 1, MAX_STEPS)) > 0;
             snprintf(want, sizeof want, "1 to %d", MAX_STEPS);
         } else if (!strcmp(name, "--batches")) {
-            good = (opt.n_batches = numbers(value, opt.batches)) >= 0;
-            snprintf(want, sizeof want, "0 or 1 to %d numbers with commas between", MAX_LIST);
+            good = (opt.n_batches = numbers(value, 0, MODEL_MAX_ROWS, opt.batches)) >= 0;
+            snprintf(want, sizeof want, "0, or 1 to %d numbers with commas between, 1 to %d each",
+                     MAX_LIST, MODEL_MAX_ROWS);
         } else if (!strcmp(name, "--contexts")) {
-            good = (opt.n_contexts = numbers(value, opt.contexts)) > 0;
-            snprintf(want, sizeof want, "1 to %d numbers with commas between", MAX_LIST);
+            good = (opt.n_contexts = numbers(value, 1, MAX_TOKENS, opt.contexts)) > 0;
+            snprintf(want, sizeof want, "1 to %d numbers with commas between, 1 to %d each",
+                     MAX_LIST, MAX_TOKENS);
         } else if (!strcmp(name, "--layers")) {
             good = !strcmp(value, "most") ? (opt.layers = MOST_LAYERS) < 0
                                           : (opt.layers = number(value, 1, MODEL_MAX_LAYERS)) > 0;
-            snprintf(want, sizeof want, "most, or 1 to %d", MODEL_MAX_LAYERS);
+            snprintf(want, sizeof want, "most, or as many as config.json has to %d with MTP blocks",
+                     MODEL_MAX_LAYERS);
         } else if (!strcmp(name, "--pages-gb")) {
-            good = (opt.pages_bytes = amount(value) * 1e9) > 0;
+            good = (opt.pages_bytes = bench_amount(value) * 1e9) > 0;
             snprintf(want, sizeof want, "a number above 0");
         } else if (!strcmp(name, "--products")) {
             good = (opt.fp8 = !strcmp(value, "fp8")) || !strcmp(value, "bf16");
@@ -1077,10 +1070,10 @@ static int read_options(int argc, char **argv)
             good = (opt.trace = !strcmp(value, "1")) || !strcmp(value, "0");
             snprintf(want, sizeof want, "0 or 1");
         } else if (!strcmp(name, "--bf16")) {
-            good = (peak_bf16 = amount(value) * 1e12) > 0;
+            good = (peak_bf16 = bench_amount(value) * 1e12) > 0;
             snprintf(want, sizeof want, "a number above 0");
         } else if (!strcmp(name, "--fp8")) {
-            good = (peak_fp8 = amount(value) * 1e12) > 0;
+            good = (peak_fp8 = bench_amount(value) * 1e12) > 0;
             snprintf(want, sizeof want, "a number above 0");
         }
         if (good) continue;
@@ -1127,7 +1120,8 @@ static void open_model(const char *dir, int32_t n_layers)
                                     .n_layers = n_layers,
                                     .max_rows = most(opt.batches, opt.n_batches, opt.chunk),
                                     .wrap_ops = wrap};
-    if (model_open(&model, dir, &o, &err) < 0) fail("open", &err);
+    if (model_open(&model, dir, &o, &err) < 0)
+        fail(n_layers && err.code == TOW_ECONFIG ? "--layers" : "open", &err);
     B.dev = model_peek_dev(model);
     B.s = kern_dev_stream(B.dev);
     B.ops = real_ops;
@@ -1213,19 +1207,26 @@ static void open_all(const char *dir)
 
 int main(int argc, char **argv)
 {
+    struct kern_dev *dev = NULL;
+    struct tow_err err = {0};
     int bad = 0;
     setvbuf(stdout, NULL, _IOLBF, 0);
-    if (argc < 2) {
-        printf("%s: no checkpoint given: skipped (--help says how)\n", argv[0]);
+    if (bench_take(&argc, argv, "--help")) {
+        fputs(USAGE, stdout);
         return 0;
     }
-    if (argv[1][0] == '-') {
-        const bool help = !strcmp(argv[1], "--help");
-        if (!help) fprintf(stderr, "bench_step: '%s': the checkpoint comes first\n", argv[1]);
-        fputs(USAGE, help ? stdout : stderr);
-        return help ? 0 : 2;
+    if (argc < 2) {
+        printf("bench_step: no checkpoint given: skipped (--help says how)\n");
+        return BENCH_SKIPPED;
     }
-    if (read_options(argc, argv) < 0) return 2;
+    if (argv[1][0] == '-') {
+        fprintf(stderr, "bench_step: '%s': the checkpoint comes first; --help lists all\n",
+                argv[1]);
+        return BENCH_WRONG;
+    }
+    if (read_options(argc, argv) < 0) return BENCH_WRONG;
+    if (kern_dev_open(&dev, opt.device, 0, &err) < 0) return bench_no_device(&err, "--device");
+    kern_dev_close(dev);
     open_all(argv[1]);
     const struct kern_kv_layout *l = model_peek_layout(model);
     const int64_t filled = opt.prefill ? opt.prefill : opt.chunk;

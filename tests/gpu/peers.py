@@ -29,6 +29,8 @@ BF16, FP8 = torch and torch.bfloat16, torch and torch.float8_e4m3fn
 L2 = 64 << 20
 FAILED = []
 ONLY = ""
+NAMES = None  # a set: names are collected, and nothing runs
+N_TIMED = 0
 
 
 def turns(nbytes, most=16):
@@ -80,6 +82,8 @@ def timed(call, n_sets, budget_ms=60.0):
 
 
 def line(name, shape, us, flops=0.0, nbytes=0.0):
+    global N_TIMED
+    N_TIMED += 1
     rate = f"{flops / us / 1e6:8.0f} TFLOP/s" if flops else f"{nbytes / us / 1e6:8.2f} TB/s   "
     print(f"{name:34} {shape:30} {us:10.1f} us {rate}", flush=True)
 
@@ -93,7 +97,9 @@ def agree(name, shape, got, want):
 
 
 def peer(name, shape, run):
-    if ONLY not in name:
+    if NAMES is not None:
+        NAMES.add(name)
+    if ONLY not in name or NAMES is not None:
         return
     try:
         run(name, shape)
@@ -456,13 +462,26 @@ def torch_rows():
         peer("attention 640 keys, torch bf16", f"{T} rows, 64 heads", attention(T, 640))
 
 
+def names_of(*libraries):
+    global NAMES
+    NAMES = names = set()
+    for lib in libraries:
+        lib.all(object.__new__(lib))
+    torch_rows()
+    NAMES = None
+    return sorted(names)
+
+
 def main():
     global ONLY
-    o = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap = o = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     o.add_argument("--flash-mla", metavar="FILE", help="library of FlashMLA's operators for this torch")
     o.add_argument("--deep-gemm", metavar="FOLDER", help="where the package deep_gemm is")
     o.add_argument("--only", metavar="PART", default="", help="only lines whose name contains it")
     o = o.parse_args()
+    names = names_of(*[FlashMLA] * bool(o.flash_mla), *[DeepGEMM] * bool(o.deep_gemm))
+    if not any(o.only in n for n in names):
+        ap.error("--only '%s': must be part of a line's name: %s" % (o.only, "; ".join(names)))
     if not torch:
         print("peers: no torch here: skipped")
         return 77
@@ -480,7 +499,9 @@ def main():
     torch_rows()
     for name in FAILED:
         print(f"peers: {name}: FAILED")
-    return 1 if FAILED else 0
+    if not N_TIMED:
+        print("peers: nothing was timed: FAILED")
+    return 1 if FAILED or not N_TIMED else 0
 
 
 if __name__ == "__main__":
