@@ -5,6 +5,7 @@ usage: test_tools.py BUILD_DIR
 """
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -17,9 +18,13 @@ BUILD = os.path.abspath(sys.argv.pop(1) if len(sys.argv) > 1 else "build/release
 BENCH_STEP = os.path.join(BUILD, "bench", "gpu", "bench_step")
 
 
-def run(*args, **env):
+def run(*args, preexec_fn=None, **env):
     return subprocess.run(args, cwd=harness.ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True, env=dict(os.environ, **env))
+                          text=True, env=dict(os.environ, **env), preexec_fn=preexec_fn)
+
+
+def make_checkpoint(*args, **more):
+    return run(sys.executable, "tests/support/make_checkpoint.py", *args, **more)
 
 
 def built(*parts):
@@ -46,8 +51,18 @@ class Tools(unittest.TestCase):
                                 (["--set", "hidden_size=abc"], ("'hidden_size=abc'", "not JSON")),
                                 (["--set", "hidden_size=256.0"], ("'hidden_size=256.0'", "a whole number")),
                                 (["--set", 'hidden_size="256"'], ("a whole number",)),
-                                (["--set", "hidden_size=-5"], ("a whole number, 0 or more",)),
-                                (["--set", "hidden_size=0"], ("hidden_size is 0", "1 or more")),
+                                (["--set", "hidden_size=-5"], ("a whole number, 1 to 65536",)),
+                                (["--set", "hidden_size=0"], ("'hidden_size=0'", "1 to 65536")),
+                                (["--set", "hidden_size=1.5"], ("a whole number, 1 to 65536",)),
+                                (["--set", "hidden_size=100000000000"], ("a whole number, 1 to 65536",)),
+                                (["--set", "hidden_size=255"], ("hidden_size is 255", "multiple of 32 for --form native")),
+                                (["--form", "nvfp4", "--set", "moe_intermediate_size=40"], ("multiple of 16",)),
+                                (["--form", "hf-base", "--set", "moe_intermediate_size=64"], ("multiple of 128",)),
+                                (["--set", "o_groups=3"], ("o_groups is 3", "head_dim, 512")),
+                                (["--set", "compress_ratios=[0,4,1,0]"], ("each 0 or 2 to 1024",)),
+                                (["--seed", "abc"], ("--seed: 'abc'", "0 to 9223372036854775807")),
+                                (["--preset", "flash", "--layers", "04"], ("--layers: '04'",)),
+                                (["--preset", "flash", "--layers", "\u0664"], ("--layers:", "1 to 256")),
                                 (["--set", "swiglu_limit=NaN"], ("'swiglu_limit=NaN'", "a number")),
                                 (["--set", "attention_bias=0"], ("true or false",)),
                                 (["--set", "compress_ratios=4"], ("'compress_ratios=4'", "a list")),
@@ -57,14 +72,30 @@ class Tools(unittest.TestCase):
                                 (["--preset", "flash", "--layers", "0"], ("--layers: '0'", "1 to 256")),
                                 (["--preset", "flash", "--layers", "-1"], ("--layers", "1")),
                                 (["--shards", "0"], ("--shards: '0'", "1 to 999"))):
-                self.refused(run(sys.executable, "tests/support/make_checkpoint.py", out, *args), *words)
+                self.refused(make_checkpoint(out, *args), *words)
                 self.assertFalse(os.path.exists(out), args)
-            r = run(sys.executable, "tests/support/make_checkpoint.py", out, "--set", "index_topk=8", "rope_scaling=null",
-                    "swiglu_limit=7")
+            r = make_checkpoint(out, "--set", "n_routed_experts=4096", "hidden_size=65536", "moe_intermediate_size=65536")
+            self.assertEqual(r.returncode, 1, r.stdout)
+            self.assertRegex(r.stdout, r"^make_checkpoint.py: OUT '.*': \d{6}\.\d+ GB are needed, \d+\.\d+ GB are free\n$")
+            self.assertFalse(os.path.exists(out))
+            for bad in ("/etc/passwd", "/proc/foo", ""):
+                self.refused(make_checkpoint(bad), "OUT '%s': must be a folder" % bad)
+            r = make_checkpoint(out, "--set", "index_topk=8", "rope_scaling=null", "swiglu_limit=7")
             self.assertEqual(r.returncode, 0, r.stdout)
             with open(os.path.join(out, "config.json")) as f:
                 config = json.load(f)
             self.assertEqual([config[k] for k in ("index_topk", "rope_scaling", "swiglu_limit")], [8, None, 7])
+            # Not beside the files of another one, but over its own; a disk that is full leaves nothing of it.
+            self.refused(make_checkpoint(out, "--shards", "2"), "has model.safetensors of another checkpoint")
+            self.assertEqual(sorted(os.listdir(out)), ["config.json", "model.safetensors"])
+            self.assertEqual(make_checkpoint(out, "--seed", "2").returncode, 0)
+            full = os.path.join(d, "full")
+            r = make_checkpoint(full, "--shards", "3",
+                                preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)))
+            self.assertEqual((r.returncode, r.stdout), (1, "make_checkpoint.py: OUT '%s': File too large\n" % full))
+            self.assertEqual(os.listdir(full), [])
+            self.assertEqual(make_checkpoint(full, "--shards", "3").returncode, 0)
+            self.refused(make_checkpoint(full), "has model-00001-of-00003.safetensors of another checkpoint")
 
     def test_device_of_tests(self):
         """A wrong name is no skip."""
@@ -191,7 +222,7 @@ class Tools(unittest.TestCase):
         self.assertEqual(run(BENCH_STEP, "--device", "cpu").returncode, 2)
         self.refused(run(BENCH_STEP, "no-checkpoint", "--device", "gpu"), '--device "gpu": must be', "0 to 255")
         with tempfile.TemporaryDirectory() as d:
-            self.assertEqual(run(sys.executable, "tests/support/make_checkpoint.py", d).returncode, 0)
+            self.assertEqual(make_checkpoint(d).returncode, 0)
             for n in ("2", "256"):
                 self.refused(run(BENCH_STEP, d, "--device", "cpu", "--layers", n), "--layers: ", "layers %s: not in 3..255" % n)
         for args, words in ((["--layers", "0"], ("--layers '0'", "most, or", "to 256")),

@@ -7,6 +7,8 @@
 Only the standard library is used, and each tensor is generated while it is written, so that gigabytes take
 seconds. Codes are drawn from tables of normal quantiles: weights are roughly normal, and products of realistic
 size. The same seed and shape give the same values under native and Hugging Face names.
+A folder that holds another checkpoint's files is refused unless all of them are written anew. What is needed is
+asked of the file system first, and an error leaves none of the files behind.
 --fast draws 64 MB of random bytes once, of which each tensor is a stretch from a place of its own, and writes the
 shards side by side: more than a gigabyte a second. Preset flash is always made so.
 
@@ -25,6 +27,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import struct
 import sys
@@ -62,6 +65,15 @@ PRESETS = {
               "index_n_heads": 64, "index_topk": 512, "n_routed_experts": 256, "num_experts_per_tok": 6,
               "num_hash_layers": 3, "num_nextn_predict_layers": 0},
 }
+# As common/text/config.c; other whole numbers from 0.
+RANGES = {"hidden_size": (1, 65536), "vocab_size": (2, 1 << 24), "num_hidden_layers": (1, 256),
+          "num_nextn_predict_layers": (0, 16), "num_attention_heads": (1, 4096), "head_dim": (2, 4096),
+          "qk_rope_head_dim": (2, 4096), "q_lora_rank": (1, 65536), "o_groups": (1, 4096), "o_lora_rank": (1, 65536),
+          "sliding_window": (1, 65536), "index_n_heads": (1, 1024), "index_head_dim": (32, 1024), "index_topk": (1, 4096),
+          "n_routed_experts": (1, 4096), "num_experts_per_tok": (1, 64), "moe_intermediate_size": (1, 65536),
+          "hc_mult": (1, 8), "hc_sinkhorn_iters": (1, 1000), "max_position_embeddings": (1, 1 << 30),
+          "num_hash_layers": (0, 65536)}
+OWN_FILES = re.compile(r"config\.json|model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
 QUANTIZATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
                 "weight_block_size": [128, 128]}
 
@@ -454,18 +466,52 @@ def write_file(path, tensors, sources, seed):
     return at
 
 
+def open_folder(path, names, total):
+    """Makes it, or says why a checkpoint of these files and bytes cannot be written there."""
+    old = [n for n in (os.listdir(path) if os.path.isdir(path) else ()) if OWN_FILES.fullmatch(n)]
+    others = sorted(set(old) - set(names))
+    if others:
+        raise ValueError("OUT '%s': has %s of another checkpoint; must be a folder without, or with none but %s"
+                         % (path, others[0], ", ".join(names[:2] + ["..."] * (len(names) > 2))))
+    made = not os.path.isdir(path)
+    try:
+        os.makedirs(path, exist_ok=True)
+    except OSError as e:
+        raise ValueError("OUT '%s': must be a folder to write to, or one that can be made: %s" % (path, e.strerror))
+    at = os.statvfs(path)
+    free = at.f_bavail * at.f_frsize + sum(os.stat(os.path.join(path, n)).st_blocks * 512 for n in old)
+    if total > free:
+        if made:
+            os.rmdir(path)
+        raise OSError("%.3f GB are needed, %.3f GB are free" % (total / 1e9, free / 1e9))
+
+
 def make(path, cfg, form="native", shards=1, seed=1, style="hf", fast=False):
     """cfg: Hugging Face names; returns bytes of tensor data."""
-    os.makedirs(path, exist_ok=True)
     native = Builder(cfg, form, Blocks(seed) if fast else None).build()
     if form.startswith("hf-"):
         tensors, sources = to_hf(native, cfg)
     else:
         tensors, sources = [(n, d, s, [n]) for n, d, s, _ in native], {t[0]: t for t in native}
+    shard = ["model-%05d-of-%05d.safetensors" % (k + 1, shards) for k in range(shards)]
+    names = ["config.json"] + (["model.safetensors"] if shards == 1 else ["model.safetensors.index.json"] + shard)
+    config = config_of(cfg, form, style)
+    open_folder(path, names, sum(math.prod(t[2]) * BYTES[t[1]] for t in tensors))
+    try:
+        return write_all(path, config, tensors, sources, seed, shard, fast)
+    except BaseException:
+        for name in names:
+            if os.path.exists(os.path.join(path, name)):
+                os.remove(os.path.join(path, name))
+        raise
+
+
+def write_all(path, config, tensors, sources, seed, shard, fast):
+    with open(os.path.join(path, "config.json"), "w") as f:
+        json.dump(config, f, indent=2)
     # Widest types first, as other writers do: everything is then aligned.
     tensors.sort(key=lambda t: (-BYTES[t[1]], t[0]))
-    with open(os.path.join(path, "config.json"), "w") as f:
-        json.dump(config_of(cfg, form, style), f, indent=2)
+    shards = len(shard)
     if shards == 1:
         return write_file(os.path.join(path, "model.safetensors"), tensors, sources, seed)
     weight_map, files = {}, []
@@ -477,9 +523,8 @@ def make(path, cfg, form="native", shards=1, seed=1, style="hf", fast=False):
     for k in range(shards):
         part = tensors[cuts[k]:cuts[k + 1]]
         part.sort(key=lambda t: (-BYTES[t[1]], t[0]))
-        name = "model-%05d-of-%05d.safetensors" % (k + 1, shards)
-        files.append((os.path.join(path, name), part))
-        weight_map.update({t[0]: name for t in part})
+        files.append((os.path.join(path, shard[k]), part))
+        weight_map.update({t[0]: shard[k] for t in part})
     with ThreadPoolExecutor(max_workers=shards if fast else 1) as pool:
         total = sum(pool.map(lambda f: write_file(*f, sources, seed), files))
     with open(os.path.join(path, "model.safetensors.index.json"), "w") as f:
@@ -500,12 +545,16 @@ def setting(text, cfg):
     if isinstance(now, (bool, str)):
         good, want = type(value) is type(now), "true or false" if isinstance(now, bool) else "a string in quotes"
     elif isinstance(now, int):
-        good, want = type(value) is int and value >= 0, "a whole number, 0 or more"
+        least, most = RANGES.get(key, (0, 2 ** 31 - 1))
+        good, want = type(value) is int and least <= value <= most, "a whole number, %d to %d" % (least, most)
     elif isinstance(now, float):
-        good, want = type(value) in (int, float) and math.isfinite(value), "a number"
+        good = type(value) in (int, float) and 0 <= value <= 1e15
+        want = "a number, 0 to 1e15"
+    elif key == "compress_ratios":
+        good = isinstance(value, list) and all(type(v) is int and (v == 0 or 2 <= v <= 1024) for v in value)
+        want = "a list of whole numbers, each 0 or 2 to 1024"
     elif isinstance(now, list):
-        good = isinstance(value, list) and all(type(v) is int and v >= 0 for v in value)
-        want = "a list of whole numbers, 0 or more"
+        good, want = isinstance(value, list) and all(type(v) is str for v in value), "a list of strings in quotes"
     else:
         good, want = value is None or isinstance(value, dict), "an object or null"
     if not good:
@@ -513,13 +562,16 @@ def setting(text, cfg):
     return key, value
 
 
-def check(cfg):
+def check(cfg, form):
     """What no tensor could be made of; the loader says the rest."""
-    for key in ("hidden_size", "moe_intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "q_lora_rank",
-                "o_groups", "o_lora_rank", "index_n_heads", "index_head_dim", "vocab_size", "hc_mult",
-                "n_routed_experts", "num_experts_per_tok"):
-        if cfg[key] < 1:
-            raise ValueError("%s is %d; must be 1 or more" % (key, cfg[key]))
+    kind = form[3:] if form.startswith("hf-") else form
+    part = {"native": 32, "f32scale": 32, "nvfp4": 16, "nvfp4-noinput": 16}.get(kind, 128 if form == "hf-base" else 1)
+    for key in ("hidden_size", "moe_intermediate_size"):
+        if cfg[key] % part and not (form == "hf-base" and key == "hidden_size"):
+            raise ValueError("%s is %d; must be a multiple of %d for --form %s" % (key, cfg[key], part, form))
+    if cfg["num_attention_heads"] * cfg["head_dim"] % cfg["o_groups"]:
+        raise ValueError("o_groups is %d; must divide num_attention_heads * head_dim, %d"
+                         % (cfg["o_groups"], cfg["num_attention_heads"] * cfg["head_dim"]))
     if cfg["num_experts_per_tok"] > cfg["n_routed_experts"]:
         raise ValueError("num_experts_per_tok is %d; must be at most n_routed_experts, %d"
                          % (cfg["num_experts_per_tok"], cfg["n_routed_experts"]))
@@ -528,11 +580,11 @@ def check(cfg):
                          % (len(cfg["compress_ratios"]), cfg["num_hidden_layers"]))
 
 
-def count(most):
-    """A flag's whole number, 1 to most."""
+def count(least, most):
+    """A flag's whole number."""
     def parse(text):
-        if not text.isdecimal() or not 1 <= int(text) <= most:
-            raise argparse.ArgumentTypeError("'%s' is not right; must be a whole number, 1 to %d" % (text, most))
+        if not re.fullmatch("0|[1-9][0-9]{0,18}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError("'%s' is not right; must be a whole number, %d to %d" % (text, least, most))
         return int(text)
     return parse
 
@@ -543,10 +595,10 @@ def main():
     ap.add_argument("--preset", choices=sorted(PRESETS), default="tiny")
     ap.add_argument("--form", choices=FORMS, default="native")
     ap.add_argument("--config", choices=("hf", "hf-new", "released"), default="hf")
-    ap.add_argument("--layers", type=count(256), help="of preset flash (6): ratios 0, 0, 4, 128, 4, 128, ...")
+    ap.add_argument("--layers", type=count(1, 256), help="of preset flash (6): ratios 0, 0, 4, 128, 4, 128, ...")
     ap.add_argument("--fast", action="store_true", help="one random block, over and over")
-    ap.add_argument("--shards", type=count(999), help="default: 1; preset flash: 8")
-    ap.add_argument("--seed", type=int, default=1)
+    ap.add_argument("--shards", type=count(1, 999), help="default: 1; preset flash: 8")
+    ap.add_argument("--seed", type=count(0, 2 ** 63 - 1), default=1)
     ap.add_argument("--set", nargs="*", default=[], metavar="FIELD=JSON")
     a = ap.parse_args()
     cfg = dict(TINY, **PRESETS[a.preset])
@@ -561,11 +613,16 @@ def main():
         for s in a.set:
             key, value = setting(s, cfg)
             cfg[key] = value
-        check(cfg)
+        check(cfg, a.form)
     except ValueError as e:
         ap.error("--set %s" % e)
     begin = time.monotonic()
-    n = make(a.out, cfg, a.form, a.shards or (8 if flash else 1), a.seed, a.config, a.fast or flash)
+    try:
+        n = make(a.out, cfg, a.form, a.shards or (8 if flash else 1), a.seed, a.config, a.fast or flash)
+    except ValueError as e:
+        ap.error(str(e))
+    except OSError as e:
+        sys.exit("make_checkpoint.py: OUT '%s': %s" % (a.out, e.strerror or e))
     took = time.monotonic() - begin
     print("%s: %s, %.1f MB in %.1f s, %.2f GB/s" % (a.out, a.form, n / 1e6, took, n / 1e9 / took))
 
