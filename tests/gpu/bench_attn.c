@@ -136,10 +136,14 @@ static struct kern_weight placed_weight(struct bench *b, int32_t n, int32_t k)
     free(d), free(s);
     return w;
 }
-static void bench_attend(struct bench *b, struct world *w, const char *shape)
+/* keys: of all rows; entries: bytes of them that are read once. By codes wo_b alone is multiplied;
+ * attention and wo_a stay bf16. */
+static void bench_attend(struct bench *b, struct world *w, const char *shape, double keys,
+                         double entries)
 {
     enum { G = 8, LOW = 1024, OUT = 4096 };
-    const double T = w->T;
+    const double T = w->T, wide = 4.0 * H * D * keys + 2.0 * T * H * D * LOW,
+                 out = 2.0 * T * G * LOW * OUT;
     const struct kern_weight wo_a = placed_weight(b, G * LOW, H * D / G),
                              wo_b = placed_weight(b, OUT, G * LOW);
     const float *angles = bench_random(b, T * RD / 2, KERN_F32, 1);
@@ -182,13 +186,16 @@ static void bench_attend(struct bench *b, struct world *w, const char *shape)
     for (int way = 0; way < 4; way++) {
         if (way == 2 && !kern_dev_fp8_products(b->dev, true)) break;
         w->apart = way % 2;
+        const double seconds =
+            wide / BENCH_BF16_FLOPS + out / (way < 2 ? BENCH_BF16_FLOPS : BENCH_FP8_FLOPS);
         bench_run(b, &(struct bench_case){.name = names[way],
                                           .shape = shape,
                                           .call = call_attend,
                                           .ctx = w,
-                                          .bytes = T * OUT * 2,
-                                          .flops = 2.0 * T * H * D * LOW + 2.0 * T * G * LOW * OUT,
-                                          .flops_second = BENCH_BF16_FLOPS});
+                                          .bytes = entries + T * H * D * 2 + T * OUT * 2 +
+                                                   1.0 * LOW * H * D + 1.0 * OUT * G * LOW,
+                                          .flops = wide + out,
+                                          .flops_second = (wide + out) / seconds});
     }
     kern_dev_fp8_products(b->dev, false);
     kern_dev_unplace(b->dev, wo_a.data), kern_dev_unplace(b->dev, wo_b.data);
@@ -255,7 +262,7 @@ static void bench_attention(struct bench *b, int layer, int32_t B, int32_t n_row
                                           .flops = 4.0 * H * D * keys,
                                           .flops_second = BENCH_BF16_FLOPS,
                                           .goal = goal});
-    if (attend) bench_attend(b, &w, shape);
+    if (attend) bench_attend(b, &w, shape, keys, read * ENTRY);
     b->only = only;
     world_close(&w);
 }
