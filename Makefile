@@ -264,7 +264,7 @@ bench: all $(BENCHES)
 	@sh tests/bench/run.sh $(B)
 
 demo: all
-	@TOW_DEVICE=$(DEVICE) sh deploy/run-demo.sh
+	@sh deploy/run-demo.sh
 
 # --- housekeeping -----------------------------------------------------------------------------
 FORMATTED = $(shell git ls-files '*.c' '*.h' '*.cu' '*.cuh')

@@ -1,7 +1,12 @@
 #!/bin/sh
 # `make demo`: a cluster of one prefill and one decode worker, one question, the streamed answer, all stopped.
-# TOW_DEVICE=cuda:0 (make demo DEVICE=cuda:0) runs both on that device.
+# DEVICE=cuda:0, or TOW_DEVICE, runs both on that device: make demo DEVICE=cuda:0.
 cd "$(dirname "$0")/.." || exit 1
+if [ -n "$DEVICE" ] && [ "${TOW_DEVICE:-$DEVICE}" != "$DEVICE" ]; then
+    echo "run-demo.sh: DEVICE '$DEVICE' and TOW_DEVICE '$TOW_DEVICE': must be the same" >&2
+    exit 2
+fi
+device=${TOW_DEVICE:-${DEVICE:-cpu}}
 TOW_RUN=$(mktemp -d) || exit 1
 export TOW_RUN
 stop() {
@@ -13,8 +18,8 @@ trap 'stop; exit 143' TERM
 fail() { stop; exit 1; }
 
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])') || exit 1
-echo "starting router, prefill and decode"
-sh deploy/local.sh up --http "127.0.0.1:$port" ${TOW_DEVICE:+-- --device "$TOW_DEVICE"} || fail
+echo "starting router, prefill and decode on $device"
+sh deploy/local.sh up --http "127.0.0.1:$port" -- --device "$device" || fail
 
 question='production:
   billing-api:

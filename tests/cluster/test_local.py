@@ -212,6 +212,18 @@ class Local(unittest.TestCase):
             self.assertEqual(self.processes("a"), [])
             self.assertEqual(self.of_this_cluster(), [])
 
+    def test_demo_runs_on_the_device_that_is_named(self):
+        for env, rc, words in (({"DEVICE": "gpu"}, 1, ("on gpu", '--device "gpu": must be')),
+                               ({"TOW_DEVICE": "gpu"}, 1, ("on gpu", '--device "gpu": must be')),
+                               ({"DEVICE": "cpu", "TOW_DEVICE": "cuda:0"}, 2, ("DEVICE 'cpu' and TOW_DEVICE 'cuda:0'",)),
+                               ({"DEVICE": "apart:cpu"}, 0, ("on apart:cpu", "tk_7h2m9qxa."))):
+            base = {k: v for k, v in ENV.items() if k != "DEVICE"}
+            r = subprocess.run(["sh", os.path.join(harness.ROOT, "deploy", "run-demo.sh")], stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, env=dict(base, TOW_BIN=os.path.join(BUILD, "bin"), **env))
+            self.assertEqual(r.returncode, rc, r.stdout)
+            for w in words:
+                self.assertIn(w, r.stdout)
+
 
 if __name__ == "__main__":
     unittest.main()
