@@ -216,7 +216,7 @@ class Local(unittest.TestCase):
         for env, rc, words in (({"DEVICE": "gpu"}, 1, ("on gpu", '--device "gpu": must be')),
                                ({"TOW_DEVICE": "gpu"}, 1, ("on gpu", '--device "gpu": must be')),
                                ({"DEVICE": "cpu", "TOW_DEVICE": "cuda:0"}, 2, ("DEVICE 'cpu' and TOW_DEVICE 'cuda:0'",)),
-                               ({"DEVICE": "apart:cpu"}, 0, ("on apart:cpu", "tk_7h2m9qxa."))):
+                               ({"DEVICE": "cpu"}, 0, ("on cpu", "tk_7h2m9qxa."))):
             base = {k: v for k, v in ENV.items() if k != "DEVICE"}
             r = subprocess.run(["sh", os.path.join(harness.ROOT, "deploy", "run-demo.sh")], stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, env=dict(base, TOW_BIN=os.path.join(BUILD, "bin"), **env))

@@ -100,13 +100,21 @@ class Tools(unittest.TestCase):
     def test_device_of_tests(self):
         """A wrong name is no skip."""
         for kind, name in (("golden", "block_test"), ("kernels", "unit_golden_test"), ("gpu", "parity_test"),
-                           ("gpu", "gemm_test"), ("gpu", "pages_test"), ("gpu", "memory_test")):
+                           *(("gpu", x + "_test") for x in ("attn", "gemm", "index", "launch", "memory", "moe", "norm",
+                                                            "pages", "sample"))):
             test = built("test", kind, name)
             for device in ("cuda0", "cuda:01", "cuda:256") if test else ():
                 self.refused(run(test, TOW_TEST_DEVICE=device), 'TOW_TEST_DEVICE "%s": must be' % device, "N from 0 to 255")
         test = built("test", "golden", "block_test")
         if test:
             self.refused(run(test, TOW_TEST_PRODUCTS="fp16"), 'TOW_TEST_PRODUCTS "fp16"', '"bf16" or "fp8"')
+
+    def test_gpu_cluster(self):
+        for build, device, words in (("", "cuda:0", "BUILD_DIR ''"), ("/nowhere", "cuda:0", "BUILD_DIR '/nowhere'"),
+                                     (BUILD, "cuda0", "TOW_TEST_DEVICE 'cuda0': must be")):
+            r = run("sh", "tests/gpu/cluster.sh", build, TOW_TEST_DEVICE=device)
+            self.refused(r, words)
+            self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
 
     def test_old_driver(self):
         """A driver that is too old is told, and is no skip."""

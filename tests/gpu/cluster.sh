@@ -2,27 +2,35 @@
 # Three processes with both workers on the device, and where there is a second one with a device each, answer as
 # three processes on the CPU do, greedily; and with bf16 index keys a prompt of 32K tokens finds the memory that
 # was planned for it.
-# usage: tests/gpu/cluster.sh BUILD_DIR      (TOW_TEST_DEVICE: cuda:0; TOW_TEST_DEVICE2: cuda:1; exit 77: no device)
+# usage: tests/gpu/cluster.sh BUILD_DIR      (TOW_TEST_DEVICE: cuda:0; TOW_TEST_DEVICE2: cuda:1, if it is there; exit 77: no
+# device, 2: a setting is wrong)
 cd "$(dirname "$0")/../.." || exit 1
 B=$1
 D=${TOW_TEST_DEVICE:-cuda:0}
 D2=${TOW_TEST_DEVICE2:-cuda:1}
-export TOW_BIN=$B/bin
+export TOW_BIN="$B/bin"
+if [ ! -x "$TOW_BIN/towpath-ctl" ]; then
+    echo "cluster.sh: BUILD_DIR '$B': must be the folder of a build with its programs, like build/release"
+    exit 2
+fi
 M=deploy/demo-model
 work=$(mktemp -d) || exit 1
 trap 'TOW_RUN=$work/run sh deploy/local.sh down >/dev/null 2>&1; rm -rf "$work"' EXIT
 
-"$TOW_BIN/towpath-ctl" eval --model $M --device "$D" --tokens /dev/null --out "$work/x" 2>"$work/why"
-if grep -q 'no CUDA' "$work/why"; then
-    cat "$work/why"
-    exit 77
-fi
+there() { # VARIABLE DEVICE: 0; 2 where the name is wrong, 77 where the machine has none, after a line
+    "$TOW_BIN/towpath-ctl" eval --model $M --device "$2" --tokens /dev/null --out "$work/x" >"$work/why" 2>&1
+    sed -n "s/^.*device [^ ]* must be/$1 '$2': must be/p; /no CUDA/p; /compute capability/p" "$work/why" >"$work/said"
+    [ -s "$work/said" ] || return 0
+    cat "$work/said"
+    if grep -q 'must be' "$work/said"; then return 2; else return 77; fi
+}
+there TOW_TEST_DEVICE "$D" || exit
 
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 ask() { # PREFILL-DEVICE DECODE-DEVICE OUT
     port=$(free_port)
     TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" --prefill-device "$1" --decode-device "$2" -- \
-        --kv-pages 64 --context-length 8192 || { cat "$work"/run/*.log; exit 1; }
+        --kv-pages 64 --context-length 8192 || { cat "$work"/run/*.log 2>/dev/null; exit 1; }
     chunk=$(python3 -c 'import sys, urllib.request
 print(urllib.request.urlopen(sys.argv[1]).read().decode())' "http://127.0.0.1:$port/admin/workers" |
         sed 's/.*"role":"prefill"[^}]*}[^}]*"chunk_tokens":\([0-9]*\).*/\1/')
@@ -47,7 +55,8 @@ ask "$D" "$D" "$work/cuda"
 same "$D" "$work/cuda"
 cat "$work/cuda"
 
-if "$TOW_BIN/towpath-ctl" eval --model $M --device "$D2" --tokens /dev/null --out "$work/x" 2>&1 | grep "device $D2: "; then
+if ! there TOW_TEST_DEVICE2 "$D2"; then
+    [ -z "$TOW_TEST_DEVICE2" ] || exit 2
     echo "$D2 is not there: prefill and decode on a device each not tried"
 else
     ask "$D" "$D2" "$work/two"
@@ -58,7 +67,7 @@ fi
 # Half of the context that was planned for, twice beside each other.
 port=$(free_port)
 TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" -- --device "$D" --index-keys bf16 \
-    --memory-fraction 0.05 --context-length 65536 --chunk-tokens 4096 || { cat "$work"/run/*.log; exit 1; }
+    --memory-fraction 0.05 --context-length 65536 --chunk-tokens 4096 || { cat "$work"/run/*.log 2>/dev/null; exit 1; }
 long() { # OUT
     "$TOW_BIN/towpath-ctl" chat --url "http://127.0.0.1:$port" --temperature 0 --max-tokens 24 --stats \
         "key: alpha-7731, owner: Lena. $(seq -s ' ' 1 8600) What is the key? Answer with the key alone." >"$1" 2>"$1.stats"
