@@ -4,7 +4,15 @@
 # usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault gpu cluster)
 # TOW_SKIP: names (kind/name) left out here, with a line that says so.
 # A test that exits 77 is skipped: something it needs is not there, and its last line says what.
+wrong() { echo "run.sh: $*" >&2; exit 2; }
+[ -d "$1" ] || wrong "BUILD_DIR '$1': must be the folder of a build, like build/release"
 B=$1; shift
+for kind; do
+    case $kind in
+    unit | kernels | golden | fault | gpu | cluster) ;;
+    *) wrong "KIND '$kind': must be unit, kernels, golden, fault, gpu or cluster" ;;
+    esac
+done
 if [ -z "$TOW_PYTHON" ]; then
     TOW_PYTHON=python3
     [ -x .venv/bin/python3 ] && TOW_PYTHON=.venv/bin/python3
@@ -62,4 +70,4 @@ for kind; do
     fi
 done
 echo "$passed passed, $failed failed$([ $skipped -eq 0 ] || echo ", $skipped skipped")"
-[ "$failed" -eq 0 ]
+[ "$failed" -eq 0 ] && [ $((passed + skipped)) -gt 0 ]

@@ -109,6 +109,20 @@ class Tools(unittest.TestCase):
         if test:
             self.refused(run(test, TOW_TEST_PRODUCTS="fp16"), 'TOW_TEST_PRODUCTS "fp16"', '"bf16" or "fp8"')
 
+    def test_run(self):
+        self.refused(run("sh", "tests/run.sh"), "BUILD_DIR ''")
+        self.refused(run("sh", "tests/run.sh", "/nowhere", "unit"), "BUILD_DIR '/nowhere'")
+        self.refused(run("sh", "tests/run.sh", BUILD, "units"), "KIND 'units'", "unit, kernels, golden")
+        with tempfile.TemporaryDirectory() as d:
+            r = run("sh", "tests/run.sh", d, "unit")
+            self.assertEqual((r.returncode, r.stdout), (1, "0 passed, 0 failed\n"))
+        test = built("test", "kernels", "parity_test")
+        if test:
+            self.refused(run(test, "no_such_op"), "no test is named 'no_such_op'", "--list")
+            r = run(test, "--list")
+            self.assertEqual(r.returncode, 0)
+            self.assertIn("rmsnorm", r.stdout)
+
     def test_gpu_cluster(self):
         for build, device, words in (("", "cuda:0", "BUILD_DIR ''"), ("/nowhere", "cuda:0", "BUILD_DIR '/nowhere'"),
                                      (BUILD, "cuda0", "TOW_TEST_DEVICE 'cuda0': must be")):

@@ -576,7 +576,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_attention__arrays_that_are_not_aligned_are_near_the_cpu),
         cmocka_unit_test(test_attend__has_the_bits_of_its_ops),
     };
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int failed = cmocka_run_group_tests_name("gpu/attn", tests, NULL, NULL);
     kern_dev_close(gpu);
     kern_dev_close(cpu);

@@ -584,7 +584,7 @@ int main(int argc, char **argv)
                                          (void *)(uintptr_t)&shapes[i]};
     }
 #endif
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    test_choose(argc, argv, tests, (size_t)n);
     int failed = _cmocka_run_group_tests("gpu/gemm", tests, (size_t)n, NULL, NULL);
     kern_dev_close(gpu);
     kern_dev_close(cpu);

@@ -677,7 +677,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_index_query__bits_of_chunks_are_the_twins),
         cmocka_unit_test(test_index_rank__odd_scores_have_the_ranks_of_a_count),
     };
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int failed = cmocka_run_group_tests_name("gpu/index", tests, NULL, NULL);
     kern_dev_close(gpu);
     kern_dev_close(cpu);

@@ -453,7 +453,7 @@ int main(int argc, char **argv)
         cmocka_unit_test_teardown(test_linears__has_the_bits_of_its_products, clear),
         cmocka_unit_test_teardown(test_prepare__has_the_bits_of_its_ops, clear),
     };
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     kern_dev_close(dev);
     return rc;

@@ -205,6 +205,6 @@ int main(int argc, char **argv)
         tests[1 + i] =
             (struct CMUnitTest){served[i].name, test_passes__take_no_memory_after_the_seal, NULL,
                                 NULL, (void *)(uintptr_t)&served[i]};
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     return cmocka_run_group_tests_name("gpu/memory", tests, NULL, NULL);
 }

@@ -737,7 +737,7 @@ int main(int argc, char **argv)
             (struct CMUnitTest){wide_shapes[i].name, test_moe__wide_rows_have_the_same_bits, NULL,
                                 NULL, (void *)(uintptr_t)&wide_shapes[i]};
 #endif
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    test_choose(argc, argv, tests, (size_t)n);
     int rc = _cmocka_run_group_tests("gpu/moe", tests, (size_t)n, NULL, NULL);
     kern_dev_close(cpu);
     kern_dev_close(gpu);

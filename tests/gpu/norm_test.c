@@ -866,7 +866,7 @@ int main(int argc, char **argv)
         cmocka_unit_test_teardown(test_cache__pages_lie_beyond_four_gib, clear),
         cmocka_unit_test_teardown(test_cache__nan_stays_in_its_entry, clear),
     };
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     for (int i = 0; i < SIDES; i++) kern_dev_close(sides[i].dev);
     return rc;

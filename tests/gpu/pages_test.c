@@ -290,7 +290,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_copies__go_both_ways_and_tell),
         cmocka_unit_test(test_pin__lends_memory_to_ops_or_says_why_not),
         cmocka_unit_test(test_seal__refuses_growth_and_goes_on)};
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     const int failed = cmocka_run_group_tests_name("gpu/pages", tests, NULL, NULL);
     kern_dev_close(dev);
     return failed;

@@ -168,7 +168,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < N_OP_CASES; i++)
         tests[i] = (struct CMUnitTest){op_cases[i].name, test_parity, NULL, NULL,
                                        (void *)(uintptr_t)&op_cases[i]};
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int failed = cmocka_run_group_tests_name("gpu/parity", tests, NULL, NULL);
     kern_dev_close(gpu);
     kern_dev_close(cpu);

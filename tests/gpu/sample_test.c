@@ -319,7 +319,7 @@ int main(int argc, char **argv)
         cmocka_unit_test(test_sample__may_be_repeated_with_other_logits),
         cmocka_unit_test(test_read__brings_every_byte),
     };
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int rc = cmocka_run_group_tests(tests, NULL, NULL);
     for (int i = 0; i < SIDES; i++) kern_dev_close(sides[i].dev);
     return rc;

@@ -105,7 +105,7 @@ if [ "$1" = --one ]; then
     took=$(($(date +%s) - begin))
     name="$tool ${test}_test '$filter'"
     # Some cases are of one architecture only.
-    if [ $rc -eq 0 ] && ! grep -q '\[       OK \]' "$log"; then rc=98; fi
+    if { [ $rc -eq 0 ] && ! grep -q '\[       OK \]' "$log"; } || grep -q "^no test is named '" "$log"; then rc=98; fi
     case $rc in
     0) echo "ok   $name, $took s" ;;
     77) echo "skip $name: $(grep -v '^=====' "$log" | tail -n 1)" ;;
@@ -136,7 +136,7 @@ if [ ! -x "$B/test/gpu/parity_test" ]; then
     echo "gpu-sanitize: $B was built without CUDA: skipped"
     exit 0
 fi
-there=$("$B/test/gpu/parity_test" none 2>&1)
+there=$("$B/test/gpu/parity_test" --list 2>&1)
 rc=$?
 if [ $rc -ne 0 ]; then
     echo "gpu-sanitize: $there$([ $rc -ne 77 ] || echo ": skipped")"

@@ -69,7 +69,7 @@ int main(int argc, char **argv)
     for (int i = 0; i < N_OP_CASES; i++)
         tests[i] = (struct CMUnitTest){op_cases[i].name, test_parity, NULL, NULL,
                                        (void *)(uintptr_t)&op_cases[i]};
-    if (argc > 1) cmocka_set_test_filter(argv[1]);
+    TEST_CHOOSE(argc, argv, tests);
     int failed = cmocka_run_group_tests_name("kernels/parity", tests, NULL, NULL);
     for (int isa = 0; isa <= (int)kern_cpu_best_isa(); isa++)
         for (int t = 1; t <= 3; t++) kern_dev_close(devs[isa][t]);

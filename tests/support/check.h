@@ -8,8 +8,10 @@
 #include <stdint.h>
 /* cmocka.h needs the four above first. */
 #include <cmocka.h>
+#include <fnmatch.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 
 /* Every limit that guards against hanging, and every lease or heartbeat that must not run out by
  * itself, goes through this: TOW_TEST_SLACK stretches them on a slow or busy machine, as in
@@ -24,6 +26,27 @@ static inline uint32_t test_limit_ms(uint32_t ms)
     printf("TOW_TEST_SLACK \"%s\": must be a number, 1 to 1000\n", s);
     exit(2);
 }
+
+/* An argument of a test program: only tests of that name, which may have '*' and '?'; --list prints
+ * the names. One that no test has fails. */
+static inline void test_choose(int argc, char **argv, const struct CMUnitTest *tests, size_t n)
+{
+    const char *name = argc > 1 ? argv[1] : "*";
+    const int list = strcmp(name, "--list") == 0;
+    size_t n_of = 0;
+    for (size_t i = 0; i < n; i++) {
+        n_of += list || fnmatch(name, tests[i].name, FNM_NOESCAPE) == 0;
+        if (list) puts(tests[i].name);
+    }
+    if (list) exit(0);
+    if (n_of == 0) {
+        printf("no test is named '%s'; --list prints the names\n", name);
+        exit(2);
+    }
+    if (argc > 1) cmocka_set_test_filter(name);
+}
+#define TEST_CHOOSE(argc, argv, tests)                                                             \
+    test_choose(argc, argv, tests, sizeof(tests) / sizeof *(tests))
 
 /* The device that whole-model tests run on: TOW_TEST_DEVICE, else the CPU. */
 static inline const char *test_device(void)
