@@ -4,9 +4,12 @@
  *
  * A block of threads has some weight rows, some columns (rows of x), and all of k. Four threads
  * keep a ring of stages filled by the copy engine and begin with weights, before rows of x are
- * there. Four warpgroups take turns with the stages: each widens its stages' weights into registers
- * and multiplies while the others do the same, and then, when its turn comes, adds its sums to the
- * totals in shared memory, which so have the order that all products have. Two shapes:
+ * there. Four warpgroups take turns with the stages (of 64 columns three, two stages at a time):
+ * each widens its stages' weights into registers and multiplies while the others do the same, and
+ * then, when its turn comes, adds its sums to the totals in shared memory, which so have the order
+ * that all products have. That it is done each thread says to the next warpgroup by a barrier in
+ * shared memory: bar.arrive and bar.sync would order it as well (and cost a hundredth less at 16
+ * rows), but compute-sanitizer does not see that they do. Two shapes:
  *   SMALL  32 weight rows. The matrix unit wants 64: of each 16, the upper eight are those of the
  *          next block of k, whose rows of x are columns of their own. Half of what it makes is not
  *          wanted, and what is lies with one thread. So all multiprocessors have a tile and none
@@ -17,7 +20,10 @@
  * To share out k would mean to pass on the sums of all blocks: more bytes than it saves. Slower, as
  * timed (wo_b at 32 rows 16.5 us): SMALL in clusters, 17.4 us; with turns of single warps, taken
  * while the next stage is multiplied, 18.8; clusters of four, of which 132 multiprocessors hold 30;
- * 128 weight rows, each warpgroup with half of them and of the columns and no turns.
+ * 128 weight rows, each warpgroup with half of them and of the columns and no turns. Totals that
+ * stay in the registers of who adds them (wo_b at 64 rows, 25 us): two warpgroups with half of the
+ * columns each, 39 us; one with all, 32; tiles of 128 rows and 16 columns, 41: their widening is
+ * hidden by nobody, and the matrix unit does not take fewer columns in less time.
  */
 #include "kernels/cuda/tma.cuh"
 #include "kernels/cuda/wgmma.cuh"
@@ -28,13 +34,13 @@ extern "C" {
 }
 
 enum {
-    GROUPS = 4, /* warpgroups that multiply; one more, of which a thread of each warp fills */
-    FILLERS = 4,
-    THREADS = 128 * GROUPS + 128,
-    ROWS = 64, /* of a warpgroup */
+    FILLERS = 4, /* threads, of a warp each */
+    ROWS = 64,   /* of a warpgroup */
     ALIGN = 1024,
     MOST_SHARED = 227 * 1024,
     MOST_STAGES = 24,
+    MOST_GROUPS = 4,
+    BAR_BYTES = 16 * MOST_STAGES + 8 * MOST_GROUPS,
     MOST_SCALES = 256, /* blocks of k */
     MOST_COLUMNS = 64,
 };
@@ -58,6 +64,13 @@ struct job {
 template <int N, mode M> struct tile {
     enum {
         BLOCKS = M == SMALL ? 2 : 1, /* of k, of a stage */
+        /* Stages of a turn: totals of 64 columns are half of what shared memory has to move, and of
+         * two stages they move once. */
+        STEP = M == TILE && N == 64 ? 2 : 1,
+        /* Warpgroups that multiply, and their registers; one more fills. */
+        GROUPS = STEP == 2 ? 3 : 4,
+        REGISTERS = STEP == 2 ? 160 : 112,
+        THREADS = 128 * GROUPS + 128,
         C = N / BLOCKS,
         W_ROWS = ROWS / BLOCKS,
         VALUES = C * W_ROWS / 128,    /* of a thread */
@@ -65,19 +78,19 @@ template <int N, mode M> struct tile {
         X_PIECE = N * TILE_BYTES,
         W_PIECE = ROWS * TILE_BYTES, /* one of fp8, two of bf16 */
         TOTALS = W_ROWS * C * 4,
-        BEHIND = TOTALS + MOST_SCALES * 4 + MOST_STAGES * 16,
+        BEHIND = TOTALS + MOST_SCALES * 4 + BAR_BYTES,
         RING = (MOST_SHARED - BEHIND) / ALIGN * ALIGN,
         BYTES = RING + BEHIND,
     };
-    static_assert(RING / (2 * W_PIECE + 2 * X_PIECE) >= GROUPS, "a stage for each warpgroup");
+    static_assert((int)RING / (2 * W_PIECE + 2 * X_PIECE) >= GROUPS * STEP, "each has its stages");
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 struct bars {
-    uint64_t full[MOST_STAGES], empty[MOST_STAGES];
+    uint64_t full[MOST_STAGES], empty[MOST_STAGES], turn[MOST_GROUPS];
 };
-static_assert(sizeof(struct bars) <= MOST_STAGES * 16, "the room for them");
+static_assert(sizeof(struct bars) <= BAR_BYTES, "the room for them");
 
 /* What one block of threads has. */
 struct share {
@@ -231,62 +244,71 @@ template <int N, mode M, kern_wfmt F>
 static __device__ __forceinline__ void multiply(const struct cuda_product &p, const struct share &m)
 {
     using D = struct tile<N, M>;
-    enum { VALUES = D::VALUES, BLOCKS = D::BLOCKS };
+    enum { VALUES = D::VALUES, BLOCKS = D::BLOCKS, STEP = D::STEP, GROUPS = D::GROUPS };
     const int lane = threadIdx.x % 32, me = threadIdx.x / 128;
     const int row = threadIdx.x / 32 % 4 * (M == SMALL ? 8 : 16) + lane / 4;
     const uint32_t piece[2] = {piece_at<F>(row, 0), piece_at<F>(row, 1)};
     const uint32_t ring = kept(dev_shared(m.ring)),
-                   totals = kept(dev_shared(m.totals) + threadIdx.x % 128 * 16), bar = kept(1 + me),
-                   next_bar = kept(1 + (me + 1) % GROUPS);
+                   totals = kept(dev_shared(m.totals) + threadIdx.x % 128 * 16);
     const int64_t of_all = (int64_t)m.group * p.N + m.n + row;
     bool nan[2] = {false, false}, last = false;
-    float total[VALUES];
-    int32_t slot = me, phase = 0;
-    for (int32_t q = me; q < m.n_stages && !last; q += GROUPS) {
-        const float scale = m.scales[q * BLOCKS], second_scale = m.scales[q * BLOCKS + BLOCKS - 1];
-        float sum[N / 2];
-        last = q == m.n_stages - 1;
+    float total[VALUES], sum[STEP][N / 2];
+    int32_t slot = me * STEP, phase = 0, turn = 0;
+    for (int32_t q = me * STEP; q < m.n_stages && !last; q += GROUPS * STEP) {
+        last = q + STEP >= m.n_stages;
         if (last && F == KERN_W_FP8)
 #pragma unroll
             for (int r = 0; r < (M == SMALL ? 1 : 2); r++)
                 if (m.n + row + 8 * r < p.N) nan[r] = __ldg(p.nan_rows + of_all + 8 * r);
-        uint32_t a[8][4];
-        bar_wait(&m.bars->full[slot], phase);
-        operands<F>(ring + slot * m.bytes, piece, D::W_PIECE, D::SECOND * TILE_BYTES, a);
-        const uint64_t rows = wgmma_rows(m.ring + slot * m.bytes + m.w_pieces * D::W_PIECE);
-        /* One for all lanes: the compiler then counts on in uniform registers. */
-        const uint32_t x = __shfl_sync(0xffffffffu, (uint32_t)rows, 0);
-        wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 8; k++)
-            wgmma_bf16(sum, a[k],
-                       (rows & 0xffffffff00000000u) |
-                           (uint64_t)(x + k / 4 * (D::X_PIECE / 16) + k % 4 * 2),
-                       k > 0);
-        wgmma_commit();
-        wgmma_wait<0>();
-        wgmma_pin(sum);
-        release(m, &m.bars->empty[slot]);
-        slot += GROUPS;
-        if (slot >= m.stages) slot -= m.stages, phase ^= 1;
-        const bool both = BLOCKS == 2 && q * 2 + 1 < m.n_blocks;
+        for (int j = 0; j < STEP; j++) {
+            if (j > 0 && q + j >= m.n_stages) break;
+            uint32_t a[8][4];
+            bar_wait(&m.bars->full[slot], phase);
+            operands<F>(ring + slot * m.bytes, piece, D::W_PIECE, D::SECOND * TILE_BYTES, a);
+            const uint64_t rows = wgmma_rows(m.ring + slot * m.bytes + m.w_pieces * D::W_PIECE);
+            /* One for all lanes: the compiler then counts on in uniform registers. */
+            const uint32_t x = __shfl_sync(0xffffffffu, (uint32_t)rows, 0);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                wgmma_bf16(sum[j], a[k],
+                           (rows & 0xffffffff00000000u) |
+                               (uint64_t)(x + k / 4 * (D::X_PIECE / 16) + k % 4 * 2),
+                           k > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_pin(sum[j]);
+            release(m, &m.bars->empty[slot]);
+            slot += j + 1 < STEP ? 1 : (GROUPS - 1) * STEP + 1;
+            if (slot >= m.stages) slot -= m.stages, phase ^= 1;
+        }
         if (q > 0) { /* those before have added theirs */
-            asm volatile("bar.sync %0, 256;" ::"r"(bar) : "memory");
+            bar_wait(&m.bars->turn[me], turn);
+            turn ^= 1;
             load_totals(total, totals);
         } else {
 #pragma unroll
             for (int i = 0; i < VALUES; i++) total[i] = 0;
         }
 #pragma unroll
-        for (int i = 0; i < VALUES; i++) {
-            const int first = M == SMALL ? i / 2 * 4 + i % 2 : i;
-            total[i] = fmaf(sum[first], scale, total[i]);
-            if (both)
-                total[i] = fmaf(sum[first + (BLOCKS - 1) * (N / 4 + 2)], second_scale, total[i]);
+        for (int j = 0; j < STEP; j++) {
+            if (j > 0 && q + j >= m.n_stages) break;
+            const int32_t b = (q + j) * BLOCKS;
+            const float scale = m.scales[b], second_scale = m.scales[b + BLOCKS - 1];
+            const bool both = BLOCKS == 2 && b + 1 < m.n_blocks;
+#pragma unroll
+            for (int i = 0; i < VALUES; i++) {
+                const int first = M == SMALL ? i / 2 * 4 + i % 2 : i;
+                total[i] = fmaf(sum[j][first], scale, total[i]);
+                if (both)
+                    total[i] =
+                        fmaf(sum[j][first + (BLOCKS - 1) * (N / 4 + 2)], second_scale, total[i]);
+            }
         }
         if (last) break;
         store_totals(total, totals);
-        asm volatile("bar.arrive %0, 256;" ::"r"(next_bar) : "memory");
+        bar_arrive(&m.bars->turn[(me + 1) % GROUPS]);
     }
     if (!last) return;
 #pragma unroll
@@ -300,10 +322,11 @@ static __device__ __forceinline__ void multiply(const struct cuda_product &p, co
 }
 
 template <int N, mode M>
-static __global__ void __launch_bounds__(THREADS, 1)
+static __global__ void __launch_bounds__(tile<N, M>::THREADS, 1)
     turns_kernel(const __grid_constant__ struct job j)
 {
     using D = struct tile<N, M>;
+    enum { MATH = 128 * D::GROUPS };
     extern __shared__ __align__(ALIGN) uint8_t shared[];
     const int size = j.across * j.down, rank = size > 1 ? cluster_rank() : 0,
               my_row = rank / j.across, my_column = rank % j.across;
@@ -333,27 +356,28 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int k = 0; k < m.stages; k++)
             bar_init(&m.bars->full[k], 1), bar_init(&m.bars->empty[k], 4 * (j.across + j.down - 1));
+        for (int k = 0; k < D::GROUPS; k++) bar_init(&m.bars->turn[k], 128);
         bar_init_done();
     }
     __syncthreads();
     if (size > 1) cluster_meet_relaxed();
-    const bool fills = threadIdx.x >= 128 * GROUPS && threadIdx.x % 32 == 0;
+    const bool fills = threadIdx.x >= MATH && threadIdx.x % 32 == 0;
     if (fills) fill<N, M>(j, part, m, WEIGHTS);
     const int32_t scale_row = (m.group * part.p.N + m.n) / BLOCK_N,
                   last_row = (part.p.groups * part.p.N - 1) / BLOCK_N;
-    for (int32_t b = threadIdx.x; b < m.n_blocks; b += THREADS)
+    for (int32_t b = threadIdx.x; b < m.n_blocks; b += D::THREADS)
         m.scales[b] = part.is_fp8
                           ? block_scale(part.p, scale_row < last_row ? scale_row : last_row, b)
                           : 1.0f;
     cuda_await(); /* what makes x, or reads where y goes, may have been still at work */
     if (fills) fill<N, M>(j, part, m, ROWS_OF_X);
     __syncthreads();
-    if (threadIdx.x >= 128 * GROUPS) {
-        /* All together have what they began with: 96 each. */
+    if (threadIdx.x >= MATH) {
+        /* All together have what they began with. */
         asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
         if (fills) fill<N, M>(j, part, m, REST);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)D::REGISTERS));
         if (part.is_fp8)
             multiply<N, M, KERN_W_FP8>(part.p, m);
         else
@@ -420,7 +444,7 @@ static bool launch(struct kern_stream *s, const struct cuda_set *a, int64_t colu
         c.numAttrs++;
     }
     c.gridDim = dim3((unsigned)(begin * j.columns));
-    c.blockDim = dim3(THREADS);
+    c.blockDim = dim3(D::THREADS);
     c.dynamicSmemBytes = D::BYTES;
     c.stream = s->cu;
     c.attrs = attrs;
