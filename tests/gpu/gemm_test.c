@@ -35,6 +35,7 @@ static const struct shape shapes[] = {
     {"shared w2", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 700, 4096, 2048, 1, false},
     {"f32 scales", KERN_W_FP8, KERN_S_F32, KERN_AQ_A128, 300, 2048, 4096, 1, false},
     {"compressor", KERN_W_BF16, KERN_S_NONE, KERN_AQ_NONE, 2500, 1024, 4096, 1, false},
+    {"head", KERN_W_BF16, KERN_S_NONE, KERN_AQ_NONE, 140, 17000, 1024, 1, false},
     {"index weights", KERN_W_BF16, KERN_S_NONE, KERN_AQ_NONE, 300, 64, 4096, 1, false},
     {"gate", KERN_W_F32, KERN_S_NONE, KERN_AQ_NONE, 300, 256, 4096, 1, false},
     {"index wq_b", KERN_W_FP8, KERN_S_UE8M0, KERN_AQ_A128, 1030, 8192, 1024, 1, false},
