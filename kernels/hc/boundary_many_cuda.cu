@@ -68,7 +68,7 @@ template <bool WITH_ROUTED> struct tile_memory {
     float squares[SQUARE_BUFFERS][ROWS][BLOCKS]; /* of x, by all blocks */
     float scales[SQUARE_BUFFERS][ROWS];          /* of the norm */
     float kept[2][32][GATED + 1];                /* of own rows, for post and comb */
-    float factors[32][2 * STREAMS + 1];          /* of comb, and whether it goes on */
+    float balance[32][2 * STREAMS + 1];          /* of comb, and whether it goes on */
     float norm[COLUMNS];
     float gates[Y_SLOTS][ROWS][GATED]; /* comb, post: pieces of eight rows lie in all banks */
     alignas(ALIGN) uint8_t y[Y_SLOTS][STREAM_BYTES];
@@ -265,36 +265,49 @@ template <typename M> static __device__ __forceinline__ void send_sums(const str
 
 /* ------------------------------------------------------------------ own rows */
 
-/* Some more rounds for comb of the own rows of n tiles, one in each lane. Rounds are counted from 1
- * on; returns the next, or 0 when comb and post are in memory. comb is read anew each time: kept in
+/* Own rows wait for comb in lots of 32, of which the last ends with the last tile: only its rounds
+ * are still to come then. Where in its lot tile i is, and which of two places the lot has. */
+static __device__ __forceinline__ uint32_t lane_of(const struct place &at, uint32_t i)
+{
+    return (i - at.n) % 32;
+}
+static __device__ __forceinline__ uint32_t lot_of(const struct place &at, uint32_t i)
+{
+    return (at.n - 1 - i) / 32 % 2;
+}
+/* Some more rounds for comb of the own rows of 32 tiles, the first of them `first`, one in each
+ * lane; a lane whose tile were before the cluster's first has none. Rounds are counted from 1 on;
+ * returns the next, or 0 when comb and post are in memory. comb is read anew each time: kept in
  * registers it would have others spilled that the rows' pre waits for, a twentieth of the
  * kernel. */
 template <typename M>
 static __device__ __forceinline__ int32_t balance_rows(const struct kern_hc_boundary &p,
-                                                       const struct place &at, M *m, uint32_t first,
-                                                       uint32_t n, int32_t round, int32_t rounds)
+                                                       const struct place &at, M *m, int32_t first,
+                                                       int32_t round, int32_t rounds)
 {
-    const float *const kept = m->kept[first / 32 % 2][at.lane];
+    const int32_t i = first + at.lane;
+    const float *const kept = m->kept[lot_of(at, (uint32_t)first)][at.lane];
     const volatile float *const c = kept;
-    float *const factors = m->factors[at.lane];
-    float row[STREAMS], column[STREAMS];
+    float *const state = m->balance[at.lane];
+    struct balance b;
+    begin_balance(&b);
+    if (round > 1) {
 #pragma unroll
-    for (int j = 0; j < STREAMS; j++) {
-        row[j] = round > 1 ? factors[j] : 1.0f;
-        column[j] = round > 1 ? factors[STREAMS + j] : 1.0f;
+        for (int j = 0; j < STREAMS; j++) b.row[j] = state[j], b.column[j] = state[STREAMS + j];
+        factors_of(&b);
     }
-    bool goes_on = (uint32_t)at.lane < n && (round == 1 || factors[2 * STREAMS] != 0.0f);
+    bool goes_on = i >= 0 && (round == 1 || state[2 * STREAMS] != 0.0f);
 #pragma unroll 1
     for (; rounds > 0 && round < p.iters; rounds--, round++)
-        if (goes_on) goes_on = balance_round(c, row, column, p.hc_eps);
+        if (goes_on) goes_on = balance_round(c, &b, p.hc_eps);
     if (round < p.iters && __any_sync(0xffffffffu, goes_on)) {
 #pragma unroll
-        for (int j = 0; j < STREAMS; j++) factors[j] = row[j], factors[STREAMS + j] = column[j];
-        factors[2 * STREAMS] = goes_on ? 1.0f : 0.0f;
+        for (int j = 0; j < STREAMS; j++) state[j] = b.row[j], state[STREAMS + j] = b.column[j];
+        state[2 * STREAMS] = goes_on ? 1.0f : 0.0f;
         return round;
     }
-    const int32_t t = row_of(at, first + (uint32_t)at.lane) + at.rank;
-    if ((uint32_t)at.lane < n && t < p.T) store_gates(p, kept, c, row, column, t);
+    const int32_t t = row_of(at, (uint32_t)i) + at.rank;
+    if (i >= 0 && t < p.T) store_gates(p, kept, c, b, t);
     __syncwarp();
     return 0;
 }
@@ -309,8 +322,7 @@ static __device__ __forceinline__ void own_rows(const struct kern_hc_boundary &p
     float scale = 0.0f, base = 0.0f;
     if (j >= 0 && j < STREAMS) scale = p.scale[0], base = p.base[j];
     if (j < 0 && !p.head) scale = p.scale[lane < COMB ? 2 : 1], base = p.base[mine];
-    uint32_t first = 0, n = 0; /* tiles whose rows wait for comb */
-    int32_t round = 0;         /* theirs; 0: there are none */
+    int32_t first = 0, round = 0; /* of the lot that has rounds; 0: there is none */
     __syncthreads();
     for (uint32_t i = 0; i < at.n; i++) {
         const uint32_t buffer = i % SUM_BUFFERS;
@@ -333,18 +345,14 @@ static __device__ __forceinline__ void own_rows(const struct kern_hc_boundary &p
                    make_float4(pre[0], pre[1], pre[2], pre[3]));
         if (p.head) continue;
         const float c = begin_gates(p, sum, rs, scale, base, lane);
-        if (lane < GATED) m->kept[i / 32 % 2][i % 32][lane] = c;
-        const bool last = i == at.n - 1;
-        for (bool full = last || i % 32 == 31; full || round > 0;) {
-            if (round > 0)
-                round = balance_rows(p, at, m, first, n, round, full || last ? p.iters : 1);
-            if (!full) break;
-            __syncwarp();
-            first = i - i % 32, n = i - first + 1, round = 1;
-            if (!last) break;
-            full = false;
-        }
+        const bool full = lane_of(at, i) == 31;
+        if (lane < GATED) m->kept[lot_of(at, i)][lane_of(at, i)][lane] = c;
+        if (round > 0) round = balance_rows(p, at, m, first, round, full ? p.iters : 1);
+        if (!full) continue;
+        __syncwarp();
+        first = (int32_t)i - 31, round = 1;
     }
+    if (!p.head) balance_rows(p, at, m, first, round, p.iters);
 }
 
 /* ------------------------------------------------------------------ rows */

@@ -319,61 +319,75 @@ static __device__ __forceinline__ float inverse(float x)
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
     return r;
 }
-/* What sinkhorn_rounds() does, as factors of rows and columns, which begin with ones: a round is a
- * chain of latencies, and so it has fewer links. False: this was the last, for it changed no column
- * by more than 2^-21, and those after it would change less. C: an array, or a pointer to volatile
- * where registers are too few for it. */
-template <typename C>
-static __device__ __forceinline__ bool balance_round(const C &c, float row[STREAMS],
-                                                     float column[STREAMS], float eps)
+/* What sinkhorn_rounds() does, as what rows and columns have been divided by so far: a round is a
+ * chain of latencies, and so it has fewer links, for (s / d + eps) d is s + eps d. */
+struct balance {
+    float row[STREAMS], column[STREAMS], factor[STREAMS]; /* of columns: 1 / column */
+};
+static __device__ __forceinline__ void factors_of(struct balance *b)
 {
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) b->factor[k] = inverse(b->column[k]);
+}
+static __device__ __forceinline__ void begin_balance(struct balance *b)
+{
+#pragma unroll
+    for (int k = 0; k < STREAMS; k++) b->row[k] = b->column[k] = b->factor[k] = 1.0f;
+}
+/* False: this was the last, for by it the columns' sums changed by no more than 2^-20 together, and
+ * by those after it would change less. C: an array, or a pointer to volatile where registers are
+ * too few for it. */
+template <typename C>
+static __device__ __forceinline__ bool balance_round(const C &c, struct balance *b, float eps)
+{
+    float f[STREAMS], change[STREAMS];
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) {
         const int k = STREAMS * j;
-        const float sum = fmaf(c[k + 1], column[1], c[k] * column[0]) +
-                          fmaf(c[k + 3], column[3], c[k + 2] * column[2]);
-        row[j] *= inverse(fmaf(row[j], sum, eps));
+        b->row[j] = fmaf(c[k + 1], b->factor[1], fmaf(c[k], b->factor[0], eps * b->row[j])) +
+                    fmaf(c[k + 3], b->factor[3], c[k + 2] * b->factor[2]);
     }
-    bool settled = true;
+#pragma unroll
+    for (int j = 0; j < STREAMS; j++) f[j] = inverse(b->row[j]);
 #pragma unroll
     for (int k = 0; k < STREAMS; k++) {
-        const float sum =
-            fmaf(c[4 + k], row[1], c[k] * row[0]) + fmaf(c[12 + k], row[3], c[8 + k] * row[2]);
-        const float quotient = fmaf(column[k], sum, eps);
-        settled = settled && fabsf(quotient - 1.0f) <= 0x1p-21f; /* no NaN is */
-        column[k] *= inverse(quotient);
+        b->column[k] = fmaf(c[4 + k], f[1], fmaf(c[k], f[0], eps * b->column[k])) +
+                       fmaf(c[12 + k], f[3], c[8 + k] * f[2]);
+        change[k] = fabsf(fmaf(b->factor[k], b->column[k], -1.0f));
     }
-    return !settled;
+    factors_of(b);
+    return !((change[0] + change[1]) + (change[2] + change[3]) <= 0x1p-20f); /* no NaN is */
 }
 /* comb and post of row t; kept: what the lanes had, of which c is comb. */
 template <typename C>
-static __device__ __forceinline__ void
-store_gates(const struct kern_hc_boundary &p, const float *kept, const C &c,
-            const float row[STREAMS], const float column[STREAMS], int64_t t)
+static __device__ __forceinline__ void store_gates(const struct kern_hc_boundary &p,
+                                                   const float *kept, const C &c,
+                                                   const struct balance &b, int64_t t)
 {
+    const float *const f = b.factor;
     *(float4 *)(p.post + t * STREAMS) =
         make_float4(kept[COMB], kept[COMB + 1], kept[COMB + 2], kept[COMB + 3]);
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) {
         const int k = STREAMS * j;
-        *(float4 *)(p.comb + t * COMB + k) =
-            make_float4(c[k] * (row[j] * column[0]), c[k + 1] * (row[j] * column[1]),
-                        c[k + 2] * (row[j] * column[2]), c[k + 3] * (row[j] * column[3]));
+        const float g = inverse(b.row[j]);
+        *(float4 *)(p.comb + t * COMB + k) = make_float4(
+            c[k] * (g * f[0]), c[k + 1] * (g * f[1]), c[k + 2] * (g * f[2]), c[k + 3] * (g * f[3]));
     }
 }
 /* The rest of it for row t, by one thread. */
 static __device__ __forceinline__ void finish_gates(const struct kern_hc_boundary &p,
                                                     const float *kept, int64_t t)
 {
-    float c[COMB], row[STREAMS], column[STREAMS];
+    float c[COMB];
+    struct balance b;
 #pragma unroll
     for (int k = 0; k < COMB; k++) c[k] = kept[k];
-#pragma unroll
-    for (int j = 0; j < STREAMS; j++) row[j] = column[j] = 1.0f;
+    begin_balance(&b);
 #pragma unroll 1
-    for (int32_t it = 1; it < p.iters && balance_round(c, row, column, p.hc_eps); it++)
+    for (int32_t it = 1; it < p.iters && balance_round(c, &b, p.hc_eps); it++)
         ;
-    store_gates(p, kept, c, row, column, t);
+    store_gates(p, kept, c, b, t);
 }
 
 #endif /* sm_90a */
