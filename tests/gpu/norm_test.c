@@ -309,8 +309,8 @@ static void collapsed_free(struct collapsed *c)
 
 static void collapse_case(int32_t D, enum kern_wfmt fmt, bool head)
 {
-    /* 1, 16, 17, 64 and 128 rows at a time cross every kernel of few rows; 1000, 129 are many. */
-    static const int32_t pieces[] = {HC_T, 1, 16, 17, 64, 128, 129};
+    /* 1, 16, 17, 64 and 128 rows at a time cross every kernel of few rows; 1000, 225 are many. */
+    static const int32_t pieces[] = {HC_T, 1, 16, 17, 64, 128, 225};
     const int64_t K = (int64_t)HC * D;
     const int32_t N = head ? HC : (2 + HC) * HC;
     uint16_t *h = halves(HC_T * K, 1);
@@ -499,7 +499,7 @@ static float *boundary_slack(struct side *d, const struct kern_hc_boundary *p, c
 
 static void boundary_case(int32_t D, bool expands, bool routed, bool head, enum kern_wfmt fmt)
 {
-    static const int32_t pieces[] = {1, 15, 16, 17, 128, 130};
+    static const int32_t pieces[] = {1, 15, 16, 17, 128, 226};
     const int64_t K = (int64_t)HC * D, n = (int64_t)HC_T * D;
     const int32_t N = head ? HC : (2 + HC) * HC;
     const bool f32 = fmt == KERN_W_F32;
