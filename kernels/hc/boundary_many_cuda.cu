@@ -3,13 +3,13 @@
  *
  * Streams lie in a ring of shared memory from the copy engine's load to the collapse, and are
  * expanded in place. Blocks tell each other twice what they need of a tile, and nobody waits: in
- * the time of one tile four are worked on, each in another state. Of the warps that have rows
+ * the time of one tile five are worked on, each in another state. Of the warps that have rows
  *
  *     expand    tile i: y (+ routed), new streams,             each has sixteen columns
  *               which leave by the copy engine
  *     multiply  tile i: the products of a step                 two have a step
- *     collapse  tile i - 2: x, and its squares, to all blocks  each has a row
- *     norm      tile i - 3: x, to memory
+ *     collapse  tile i - 2: x, and its squares                 each has a row
+ *     norm      tile i - 4: x, to memory                       each has a row
  *
  * What all of them must do is done by warps that have no rows,
  *
@@ -20,12 +20,12 @@
  *     guide     adds up the squares of all blocks for the norm, and waits for all that a tile needs
  *               to begin and to go on, for the others: a wait takes 150 cycles even where there is
  *               nothing to wait for
- *     copy      fills slots that are free and stores streams
+ *     copy      fills slots that are free, stores streams, and sends squares
  *
  * What a block sends goes where the other has read what was there, because that one lets the sender
  * go on: products of tile i come after those of i - 2 are sent, and after the collapse of i - 3,
  * which needs pre of all owners. So there are two buffers of products, three of sums and of pre;
- * squares of tile i + 4 come after sums of that tile from all blocks, which have read those of
+ * squares of tile i + 5 come after sums of that tile from all blocks, which have read those of
  * tile i.
  */
 #include "kernels/cuda/wgmma.cuh"
@@ -47,9 +47,9 @@ enum {
     SUM_BUFFERS = 3,
     SUMS_ROOM = 28, /* the next multiple of 16 bytes */
     SUMS_BYTES = BLOCKS * SUMS * 4,
-    SQUARE_BUFFERS = 4,
+    SQUARE_BUFFERS = 5,
     COLLAPSE_AFTER = 2, /* tiles */
-    NORM_AFTER = 3,
+    NORM_AFTER = 4,
     ALIGN = 1024
 };
 
@@ -62,17 +62,18 @@ template <bool WITH_ROUTED> struct tile_memory {
             struct weight_rows fn;
         };
     };
+    alignas(ALIGN) uint8_t y[Y_SLOTS][STREAM_BYTES];
+    uint8_t routed[ROUTED_SLOTS][ROUTED ? ROUTED_BYTES : 16];
     struct products products[PRODUCT_BUFFERS][ALL_STEPS];
     float sums[SUM_BUFFERS][BLOCKS][SUMS_ROOM];  /* of the own row, by all blocks */
     float pre[SUM_BUFFERS][ROWS][STREAMS];       /* by the rows' owners */
-    float squares[SQUARE_BUFFERS][ROWS][BLOCKS]; /* of x, by all blocks */
+    alignas(16) float own_squares[SLOTS][ROWS];  /* of x, by the block */
+    float squares[SQUARE_BUFFERS][BLOCKS][ROWS]; /* by all blocks */
     float scales[SQUARE_BUFFERS][ROWS];          /* of the norm */
     float kept[2][32][GATED + 1];                /* of own rows, for post and comb */
     float balance[32][2 * STREAMS + 1];          /* of comb, and whether it goes on */
-    float norm[COLUMNS];
+    float norm[2][COLUMNS / 2];                  /* first and second halves of pieces */
     float gates[Y_SLOTS][ROWS][GATED]; /* comb, post: pieces of eight rows lie in all banks */
-    alignas(ALIGN) uint8_t y[Y_SLOTS][STREAM_BYTES];
-    uint8_t routed[ROUTED_SLOTS][ROUTED ? ROUTED_BYTES : 16];
     uint64_t fn_in[STREAMS];
     uint64_t in[SLOTS];        /* what a tile is made of */
     uint64_t begins[2];        /* a tile may begin */
@@ -146,6 +147,17 @@ static __device__ __forceinline__ void fill_y(const struct kern_hc_boundary &p,
         dev_copy16(&m->gates[slot][at.lane][COMB], p.post + (int64_t)(t + at.lane) * STREAMS, true);
     bar_arrive_copied(in);
 }
+/* Squares of all rows, four a lane: a row at a time they would keep shared memory busy. */
+template <typename M>
+static __device__ __forceinline__ void send_squares(const struct place &at, M *m, uint32_t i)
+{
+    const int to = at.lane % BLOCKS, buffer = i % SQUARE_BUFFERS;
+#pragma unroll
+    for (int k = at.lane / BLOCKS; k < ROWS / 4; k += 32 / BLOCKS)
+        put_at(dev_shared_of(&m->squares[buffer][at.rank][4 * k], to),
+               dev_shared_of(&m->squares_in[buffer], to),
+               ((const float4 *)m->own_squares[i % M::SLOTS])[k]);
+}
 template <typename M>
 static __device__ __forceinline__ void
 copy_all(const struct kern_hc_boundary &p, const struct place &at, const CUtensorMap &h,
@@ -153,10 +165,13 @@ copy_all(const struct kern_hc_boundary &p, const struct place &at, const CUtenso
 {
     fill_h(at, h, m, 0);
     for (uint32_t i = 0; i < Y_SLOTS; i++) fill_y(p, at, y, routed, m, i);
+    /* To L2: memory has nothing else to do while weights become operands. */
+    for (uint32_t i = 1; at.lane == 0 && i < M::SLOTS && i < at.n; i++)
+        parts_prefetch(&h, at.rank * COLUMNS * 2, row_of(at, i));
     __syncthreads(); /* the ring is free */
     for (uint32_t i = 1; i < M::SLOTS; i++) fill_h(at, h, m, i);
-    for (uint32_t i = 0; i < at.n; i++) {
-        if (p.y) {
+    for (uint32_t i = 0; i < at.n + COLLAPSE_AFTER; i++) {
+        if (p.y && i < at.n) {
             bar_wait(&m->made[i % 2], phase<2>(i));
             if (at.lane == 0) {
                 wgmma_shared();
@@ -170,6 +185,7 @@ copy_all(const struct kern_hc_boundary &p, const struct place &at, const CUtenso
         if (i < COLLAPSE_AFTER) continue;
         const uint32_t late = i - COLLAPSE_AFTER;
         bar_wait(&m->collapsed[late % M::SLOTS], phase<M::SLOTS>(late));
+        send_squares(at, m, late);
         if (at.lane == 0 && p.y) tile_store_wait_read<COLLAPSE_AFTER>();
         fill_h(at, h, m, late + M::SLOTS);
         /* The one after it to L2, as slots are few. */
@@ -201,8 +217,10 @@ static __device__ __forceinline__ void guide(const struct kern_hc_boundary &p,
         if (i >= NORM_AFTER) {
             const uint32_t buffer = last % SQUARE_BUFFERS;
             bar_wait(&m->squares_in[buffer], phase<SQUARE_BUFFERS>(last));
-            const float squares = sum_of_far_blocks(m->squares[buffer][row]);
-            m->scales[buffer][row] = inverse_rms(squares, D, p.norm_eps);
+            alignas(16) float v[BLOCKS];
+#pragma unroll
+            for (int k = 0; k < BLOCKS; k++) v[k] = m->squares[buffer][k][row];
+            m->scales[buffer][row] = inverse_rms(sum_of_far_blocks(v), D, p.norm_eps);
             __syncwarp();
             if (at.lane == 0) bar_expect(&m->squares_in[buffer], (int)sizeof *m->squares);
         }
@@ -407,41 +425,41 @@ static __device__ __forceinline__ void multiply_step(const struct place &at, M *
         },
         &m->products[i % PRODUCT_BUFFERS][step]);
 }
-/* x of the warp's row. */
+/* The warp's row: x of tile i - NORM_AFTER, normed, to memory, and x of tile i - COLLAPSE_AFTER,
+ * of which the last two are kept. At both ends it works on what is not there, and nothing is kept
+ * of it: so the loads of both are under way together. */
 template <typename M>
-static __device__ __forceinline__ uint4 collapse_row(const struct place &at, M *m, uint32_t i)
+static __device__ __forceinline__ void
+finish_row(const struct kern_hc_boundary &p, const struct place &at, M *m, uint4 x[2], uint32_t i)
 {
-    const uint32_t buffer = i % SUM_BUFFERS, to = i % SQUARE_BUFFERS;
-    const uint8_t *const own = m->h[i % M::SLOTS] + piece_at(at.warp, at.lane);
+    const uint32_t late = i - COLLAPSE_AFTER, last = i - NORM_AFTER;
+    const int32_t t = row_of(at, last) + at.warp;
+    const uint8_t *const own = m->h[late % M::SLOTS] + piece_at(at.warp, at.lane);
+    const float4 *const w = (const float4 *)m->norm + at.lane;
+    const float4 w0 = w[0], w1 = w[COLUMNS / VEC];
+    const float scale = m->scales[last % SQUARE_BUFFERS][at.warp];
+    const float4 v = *(const float4 *)m->pre[late % SUM_BUFFERS][at.warp];
+    const float pre[STREAMS] = {v.x, v.y, v.z, v.w};
     uint4 h[STREAMS];
 #pragma unroll
     for (int j = 0; j < STREAMS; j++) h[j] = *(const uint4 *)(own + j * STREAM_BYTES);
-    const float4 v = *(const float4 *)m->pre[buffer][at.warp];
-    const float pre[STREAMS] = {v.x, v.y, v.z, v.w};
-    const uint4 x = collapse8(h, pre);
-    warp_arrive(&m->collapsed[i % M::SLOTS], at.lane);
-    const float squares = dev_pieces_sum(add_squares(x, 0.0f));
-    if (at.lane < BLOCKS)
-        put_at(dev_shared_of(&m->squares[to][at.warp][at.rank], at.lane),
-               dev_shared_of(&m->squares_in[to], at.lane), squares);
-    return x;
-}
-template <typename M>
-static __device__ __forceinline__ void norm_row(const struct kern_hc_boundary &p,
-                                                const struct place &at, M *m, uint4 x, uint32_t i)
-{
-    const int32_t t = row_of(at, i) + at.warp;
-    const float4 *const w = (const float4 *)(m->norm + VEC * at.lane);
-    if (p.norm.data) x = norm8(x, w[0], w[1], m->scales[i % SQUARE_BUFFERS][at.warp]);
-    if (t < p.T)
-        *(uint4 *)((uint16_t *)p.x + (int64_t)t * D + at.rank * COLUMNS + VEC * at.lane) = x;
+    const uint4 normed = p.norm.data ? norm8(x[1], w0, w1, scale) : x[1];
+    if (i >= NORM_AFTER && t < p.T)
+        *(uint4 *)((uint16_t *)p.x + (int64_t)t * D + at.rank * COLUMNS + VEC * at.lane) = normed;
+    x[1] = x[0], x[0] = collapse8(h, pre);
+    const float squares = dev_pieces_sum(add_squares(x[0], 0.0f));
+    __syncwarp();
+    if (at.lane == 0 && late < at.n) {
+        m->own_squares[late % M::SLOTS][at.warp] = squares;
+        bar_arrive(&m->collapsed[late % M::SLOTS]);
+    }
 }
 
 template <typename M>
 static __device__ __forceinline__ void
 make_rows(const struct kern_hc_boundary &p, const struct place &at, M *m, const struct weights &fn)
 {
-    uint4 x = make_uint4(0, 0, 0, 0);
+    uint4 x[2] = {make_uint4(0, 0, 0, 0), make_uint4(0, 0, 0, 0)};
 #pragma unroll 1
     for (uint32_t i = 0; i < at.n + NORM_AFTER; i++) {
         const uint32_t late = i - COLLAPSE_AFTER;
@@ -456,10 +474,7 @@ make_rows(const struct kern_hc_boundary &p, const struct place &at, M *m, const 
         }
         if (i < COLLAPSE_AFTER) continue;
         bar_wait(&m->goes_on[late % 2], phase<2>(late));
-        /* The collapse first, as others wait for what it sends. */
-        const uint4 next = late < at.n ? collapse_row(at, m, late) : x;
-        if (i >= NORM_AFTER) norm_row(p, at, m, x, i - NORM_AFTER);
-        x = next;
+        finish_row(p, at, m, x, i);
     }
 }
 
@@ -471,7 +486,9 @@ static __global__ void __launch_bounds__(THREADS, 1)
 {
     using M = struct tile_memory<ROUTED>;
     extern __shared__ __align__(16) uint8_t memory[];
-    M *const m = (M *)(memory + (-dev_shared(memory) & (ALIGN - 1)));
+    uint32_t room = (dev_shared(memory) + ALIGN - 1) & ~(uint32_t)(ALIGN - 1);
+    asm volatile("" : "+r"(room)); /* or each use finds it anew */
+    M *const m = (M *)__cvta_shared_to_generic(room);
     struct place at;
     at.rank = cluster_rank();
     /* From a neighbour, or each use asks for the thread's number anew, and waits for that. */
@@ -508,11 +525,12 @@ static __global__ void __launch_bounds__(THREADS, 1)
             bar_expect(&m->squares_in[i], (int)sizeof *m->squares);
     }
     __syncthreads();
-    cluster_arrive(); /* all must have begun before one writes to another */
+    cluster_arrive_relaxed(); /* all must have begun before one writes to another */
     cuda_hurry();
     fetch_weights(p.fn, at.rank, &m->fn, m->fn_in);
     for (int i = threadIdx.x; i < COLUMNS; i += THREADS)
-        m->norm[i] = p.norm.data ? dev_vec(p.norm, at.rank * COLUMNS + i) : 0.0f;
+        m->norm[i / 4 % 2][i / VEC * 4 + i % 4] =
+            p.norm.data ? dev_vec(p.norm, at.rank * COLUMNS + i) : 0.0f;
     if (at.warp < WARPS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
         struct weights fn;
