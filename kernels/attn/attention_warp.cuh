@@ -24,6 +24,17 @@ static __device__ __forceinline__ void arrive(uint64_t *bar)
     if (threadIdx.x % 32 == 0) bar_arrive(bar);
 }
 
+/* The same for a barrier that counts threads: 32 arrivals. Where other lanes have touched what is
+ * given back by stores and loads of their own, each arrives by bar_arrive(): racecheck does not
+ * follow the order of __syncwarp(). */
+static __device__ __forceinline__ void arrive_all(uint64_t *bar)
+{
+    __syncwarp();
+    if (threadIdx.x % 32 == 0)
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], 32;" ::"r"(dev_shared(bar))
+                     : "memory");
+}
+
 /* The descriptor of what lies `bytes` further on: the address never carries into the upper word. */
 static __device__ __forceinline__ uint64_t on(uint64_t descriptor, int bytes)
 {

@@ -30,10 +30,10 @@
  *          (1024 alone), weights 900, from one group to the other 700, the other's sums 900.
  *          Widening in the tile it takes 5400.
  */
+#include "kernels/attn/attention_slots.cuh"
 #include "kernels/attn/attention_warp.cuh"
 #include "kernels/attn/key_tile.cuh"
 #include "kernels/attn/softmax.cuh"
-#include "kernels/cuda/row.cuh"
 
 enum {
     HEADS = 64,
@@ -79,7 +79,7 @@ struct shared {
     float sink[CONSUMERS][HEADS];
     float angles[2][2][32]; /* of the row and of the one before: cos and sin, where o is turned */
     struct row row;
-    /* Quarters of a tile, 128 columns: by its producers, warps or threads; by the warps of the
+    /* Quarters of a tile, 128 columns: by its producers, warps or threads; by the threads of the
      * group that sums the columns. */
     uint64_t full[2][QUARTERS], empty[2][QUARTERS];
     uint64_t made[2];         /* weights and chain: by the warps of the one that made them */
@@ -539,10 +539,10 @@ static __device__ __forceinline__ void add_done(struct shared *sh, int slot, int
 {
     wgmma_wait<1>();
     wgmma_pin(o[0]);
-    if (!last) arrive(&sh->empty[slot][2 * group]);
+    if (!last) arrive_all(&sh->empty[slot][2 * group]);
     wgmma_wait<0>();
     wgmma_pin(o[1]);
-    if (!last) arrive(&sh->empty[slot][2 * group + 1]);
+    if (!last) arrive_all(&sh->empty[slot][2 * group + 1]);
 }
 /* The sums of this thread's two heads times powers of two. */
 static __device__ __forceinline__ void rescale(float f0, float f1, sums &o)
@@ -663,18 +663,22 @@ static __device__ __forceinline__ void load_sinks(const struct attn_job &j, cons
     else
         sink[i] = 0.0f;
 }
-/* The row's columns of this group, through `room` for them, which lies as half of a tile. */
-static __device__ __forceinline__ void store_row(const struct attn_job &j, const struct row &row,
-                                                 int group, const struct attn_chain (&c)[2],
-                                                 const float (&sink)[HEADS], const sums &o,
-                                                 uint8_t *room)
+/* One over this thread's two heads' denominators. */
+static __device__ __forceinline__ void invert(const struct attn_chain (&c)[2],
+                                              const float (&sink)[HEADS], float (&inverse)[2])
 {
-    const int lane = threadIdx.x % 32, head0 = threadIdx.x / 32 % 4 * 16;
-    float inverse[2];
+    const int head = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     dev_copy_wait<0>();
     __syncwarp();
 #pragma unroll
-    for (int r = 0; r < 2; r++) inverse[r] = attn_inverse(c[r], sink[head0 + lane / 4 + 8 * r]);
+    for (int r = 0; r < 2; r++) inverse[r] = attn_inverse(c[r], sink[head + 8 * r]);
+}
+/* The row's columns of this group, through `room` for them, which lies as half of a tile. */
+static __device__ __forceinline__ void store_row(const struct attn_job &j, const struct row &row,
+                                                 int group, const float (&inverse)[2],
+                                                 const sums &o, uint8_t *room)
+{
+    const int lane = threadIdx.x % 32, head0 = threadIdx.x / 32 % 4 * 16;
     uint8_t *to = room + (head0 + lane % 16) * 128;
 #pragma unroll
     for (int i = 0; i < 16; i++) { /* sixteen columns */
@@ -697,46 +701,6 @@ static __device__ __forceinline__ void store_row(const struct attn_job &j, const
                              group * (KEY_WIDTH / 2)) +
                        lane,
                    piece);
-    }
-}
-
-/* The same as wo_a reads it (attn_job), by what each thread has: of two heads every fourth column
- * of eight, two columns of each such; those of 64 columns are two pieces of 16 bytes, for slot
- * words 4 c + i and 16 + 4 c + i of a group of 64 are words 8 i + c and 8 i + 4 + c of the head's,
- * c = lane % 4. */
-static __device__ __forceinline__ void store_slots(const struct attn_job &j, const struct row &row,
-                                                   int group, const struct attn_chain (&c)[2],
-                                                   const float (&sink)[HEADS],
-                                                   const float (&angles)[2][32], const sums &o)
-{
-    const int lane = threadIdx.x % 32, head0 = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    dev_copy_wait<0>();
-    __syncwarp();
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const int head = head0 + 8 * r;
-        const float inverse = attn_inverse(c[r], sink[head]);
-        uint16_t *to = (uint16_t *)j.o + ((int64_t)row.t * j.H + row.h0 + head) * KEY_WIDTH +
-                       group * (KEY_WIDTH / 2) + lane % 4 * 8;
-#pragma unroll
-        for (int q = 0; q < KEY_WIDTH / 128; q++) { /* 64 columns */
-            uint32_t w[8];
-#pragma unroll
-            for (int n = 0; n < 8; n++) {
-                const float *two = &o[q / 2][(q % 2 * 8 + n) * 4 + 2 * r];
-                w[n] = attn_bf16x2(two[0] * inverse, two[1] * inverse);
-                if (group == 1 && q == KEY_WIDTH / 128 - 1) { /* the end that is turned */
-                    const int at = 4 * n + lane % 4;
-                    float x = kern_float(w[n] << 16), y = kern_float(w[n] & 0xffff0000u);
-                    dev_rotate2(&x, &y, angles[0][at], -angles[1][at]);
-                    w[n] = attn_bf16x2(x, y);
-                }
-            }
-            if (row.h0 + head < j.H) {
-                __stcs((uint4 *)(to + q * 64), make_uint4(w[0], w[2], w[4], w[6]));
-                __stcs((uint4 *)(to + q * 64 + 32), make_uint4(w[1], w[3], w[5], w[7]));
-            }
-        }
     }
 }
 
@@ -816,13 +780,16 @@ static __device__ __forceinline__ void consume(const struct attn_job &j, bool wi
         }
         g0 += (uint32_t)tiles;
         const uint32_t last = (g0 - 1) % 2;
+        float inverse[2];
+        invert(c, sh->sink[group], inverse);
         if (j.cos)
-            store_slots(j, row, group, c, sh->sink[group], sh->angles[begun % 2], o);
+            store_slots(j, row.t, row.h0, group * (KEY_WIDTH / 2), inverse, sh->angles[begun % 2],
+                        o);
         else
-            store_row(j, row, group, c, sh->sink[group], o,
-                      sh->tile[last] + group * (KEY_TILE / 2));
-        arrive(&sh->empty[last][2 * group]);
-        arrive(&sh->empty[last][2 * group + 1]);
+            store_row(j, row, group, inverse, o, sh->tile[last] + group * (KEY_TILE / 2));
+        /* Each lane, for it has read what others of the warp wrote. */
+        bar_arrive(&sh->empty[last][2 * group]);
+        bar_arrive(&sh->empty[last][2 * group + 1]);
     }
 }
 
@@ -839,7 +806,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < 2; i++) {
             for (int n = 0; n < QUARTERS; n++) {
                 bar_init(&sh->full[i][n], PRODUCER_WARPS * (wide ? 32 : 1));
-                bar_init(&sh->empty[i][n], 4);
+                bar_init(&sh->empty[i][n], 128);
             }
             bar_init(&sh->made[i], 4);
         }
