@@ -18,19 +18,24 @@ struct attn_job {
     float scale;
     enum kern_dtype act;
     /* NULL, or angles [T, rd / 2]: o is what wo_a reads, its heads turned back and each 64 columns
-     * in the order of slots (cuda_quant.slots). Only for attention_wgmma(). */
+     * in the order of slots (cuda_quant.slots). Only for attention_wgmma(), and attention_few() of
+     * more rows than find room at once. */
     const float *cos, *sin;
 };
 
 /* attention_wgmma_cuda.cu, attention_few_cuda.cu, attention_spread_cuda.cu: bf16 activations, keys
  * of 448 e4m3 (or bf16) and 64 bf16 values; q, kv, o and pages 16-byte aligned. The second: for
- * rows so few that two CTAs for each 64 heads of a row find room at once; the third: that eight do;
- * room: device memory of the call's, ATTN_SPREAD_ROOM bytes for each CTA. All give the same bits.
+ * rows so few that two CTAs for each 64 heads of a row find room at once, or, one after the other,
+ * ATTN_PAIR_ROWS times; the third: that eight do at once; room: device memory of the call's,
+ * ATTN_SPREAD_ROOM bytes for each CTA. All give the same bits.
  * Enqueue; false: the driver refuses to describe the queries. */
 bool attention_wgmma(struct kern_stream *s, const struct attn_job *j);
 bool attention_few(struct kern_stream *s, const struct attn_job *j);
 bool attention_spread(struct kern_stream *s, const struct attn_job *j, void *room);
-enum { ATTN_SPREAD_ROOM = 8448 };
+enum {
+    ATTN_SPREAD_ROOM = 8448,
+    ATTN_PAIR_ROWS = 3,
+};
 
 /* attention_cuda.cu: what kern_attention_cuda() does and returns. With `back` (or NULL), where the
  * kernel that takes the rows can, o becomes what attn_job says of angles; *slots: it did. */

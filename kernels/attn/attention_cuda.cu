@@ -497,6 +497,13 @@ static bool clusters_fit(const struct kern_stream *s, const struct attn_job *j, 
 {
     return j->T * cuda_ceil(j->H, 64) * n <= s->n_sm;
 }
+/* Pairs of CTAs that take row after row are done sooner than CTAs with a row each: at 80 rows both
+ * take the same time. */
+static bool pairs_suit(const struct kern_stream *s, const struct attn_job *j)
+{
+    const int64_t items = j->T * cuda_ceil(j->H, 64);
+    return items * 3 > s->n_sm * 2 && items <= s->n_sm / 2 * ATTN_PAIR_ROWS;
+}
 /* The model's width on sm_90a. Clusters of eight count as nine: some multiprocessors have too few
  * neighbours to be part of one. */
 static bool attention_model(struct kern_stream *s, const struct attn_job *j)
@@ -505,7 +512,7 @@ static bool attention_model(struct kern_stream *s, const struct attn_job *j)
     void *room = cuda_scratch(s, CUDA_SLOT_OP, (size_t)s->n_sm * ATTN_SPREAD_ROOM);
     if (!room) return true; /* cuda_done() knows */
     if (clusters_fit(s, j, 9)) return attention_spread(s, j, room);
-    return clusters_fit(s, j, 2) ? attention_few(s, j) : attention_wgmma(s, j);
+    return clusters_fit(s, j, 2) || pairs_suit(s, j) ? attention_few(s, j) : attention_wgmma(s, j);
 }
 static bool tiles_fit(const struct attn_job *j)
 {
@@ -545,7 +552,7 @@ int attention_run(struct kern_stream *s, const struct kern_attention *p,
     } else if (!by_wgmma(s, &j)) {
         launch_tiled(s, &j);
     } else {
-        /* Only attention_wgmma() stores so; it reads angles by 16 bytes. */
+        /* Kernels that take row after row store so; attention_wgmma() reads angles by 16 bytes. */
         *slots = back && back->inverse && back->rd == j.k.rd && !clusters_fit(s, &j, 2) &&
                  (((uintptr_t)back->cos | (uintptr_t)back->sin) & 15) == 0;
         if (*slots) j.cos = back->cos, j.sin = back->sin;

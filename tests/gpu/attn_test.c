@@ -129,12 +129,13 @@ static void attend(struct kern_dev *dev, const struct world *w, int layer, const
 static void attention_rows(enum kern_kv_fmt kv, int layer)
 {
     /* Rows of their own, then a chunk whose window reaches back to the ring. So many rows take a
-     * CTA for 64 heads each; of some the width is spread over two or four, of few over eight. */
+     * CTA for 64 heads each; of some the width is spread over two, which take one after the other,
+     * or over four, of few over eight. */
     static const int32_t pos[] = {0,     1,      2,      3,      62,     63,         64,
                                   65,    126,    127,    128,    129,    191,        255,
                                   256,   511,    512,    639,    2047,   2048,       65535,
                                   65536, 114687, 114815, 131071, 262143, LONGEST - 1};
-    enum { OWN = sizeof pos / sizeof *pos, CHUNK = 133, T = OWN + CHUNK, FROM = 3000 };
+    enum { OWN = sizeof pos / sizeof *pos, CHUNK = 180, T = OWN + CHUNK, FROM = 3000 };
     struct world w;
     struct kern_seq seqs[OWN + 1];
     struct rows r = {.q = malloc((size_t)T * H * D * 2),
@@ -143,7 +144,7 @@ static void attention_rows(enum kern_kv_fmt kv, int layer)
                      .sel = malloc((size_t)T * 512 * 4),
                      .n_sel = malloc(T * 4)};
     uint16_t *want = malloc((size_t)T * H * D * 2), *alone = malloc((size_t)H * D * 2);
-    static const int some[] = {9, 20, OWN, 64};
+    static const int some[] = {9, 20, OWN, 64, 100, 160};
     world_open(&w, kv, KERN_IK_FP8);
     fill(r.q, (size_t)T * H * D, 1);
     fill(r.kv, (size_t)T * D, 2);
@@ -275,6 +276,61 @@ static void test_attention__any_length_is_near_the_cpu(void **state)
     attention_rows(KERN_KV_FP8, C128);
     attention_rows(KERN_KV_BF16, C4);
     attention_rows(KERN_KV_BF16, C128);
+}
+
+/* Rows of any length, and of no sequence, that the same CTAs take one after the other: their bits
+ * in smaller calls. */
+static void test_attention__rows_that_take_turns_have_the_same_bits(void **state)
+{
+    enum { T = 199, PIECE = 33 };
+    static const int calls[] = {T, 198, 150, 133, 70};
+    struct world w;
+    struct rows r = {.q = malloc((size_t)T * H * D * 2),
+                     .kv = malloc((size_t)T * D * 2),
+                     .o = malloc((size_t)T * H * D * 2),
+                     .sel = malloc((size_t)T * 512 * 4),
+                     .n_sel = malloc(T * 4)};
+    uint16_t *piece = malloc((size_t)T * H * D * 2);
+    struct kern_seq seqs[T], some[T];
+    int n_seqs = 0;
+    (void)state;
+    world_open(&w, KERN_KV_FP8, KERN_IK_FP8);
+    fill(r.q, (size_t)T * H * D, 1);
+    fill(r.kv, (size_t)T * D, 2);
+    for (int h = 0; h < H; h++) r.sink[h] = rnd();
+    for (int t = 0; t < T; t++) {
+        const int32_t pos = t % 3 == 0 ? t % 64 : t % 3 == 1 ? 60 + t : 700 + 31 * t;
+        const int32_t n = (pos + 1) / 4;
+        r.n_sel[t] = n < 512 ? n : t % 2 ? 512 : 100;
+        for (int i = 0; i < 512; i++)
+            r.sel[t * 512 + i] = i < r.n_sel[t] ? (int32_t)((int64_t)i * n / r.n_sel[t]) : -1;
+        if (t % 11 != 7 && t % 66 != 5) seqs[n_seqs++] = seq_at(&w, t, 1, pos, 512);
+    }
+    for (int layer = C4; layer <= C128; layer++)
+        for (size_t k = 0; k < sizeof calls / sizeof *calls; k++) {
+            int n = 0;
+            while (n < n_seqs && seqs[n].row0 < calls[k]) n++;
+            attend(gpu, &w, layer, &r, 0, calls[k], seqs, n, r.o);
+            for (int at = 0, from = 0; at < calls[k]; at += PIECE) {
+                const int rows = calls[k] - at < PIECE ? calls[k] - at : PIECE;
+                n = 0;
+                for (; from < n_seqs && seqs[from].row0 < at + rows; from++, n++) {
+                    some[n] = seqs[from];
+                    some[n].row0 -= at;
+                }
+                attend(gpu, &w, layer, &r, at, rows, some, n, piece);
+                for (int s = 0; s < n; s++)
+                    for (int i = 0; i < H * D; i++) {
+                        const uint16_t got = r.o[(size_t)(at + some[s].row0) * H * D + (size_t)i],
+                                       one = piece[(size_t)some[s].row0 * H * D + (size_t)i];
+                        if (got != one)
+                            fail_msg("layer %d, row %d of %d: element %d is %x, not %x", layer,
+                                     at + some[s].row0, calls[k], i, got, one);
+                    }
+            }
+        }
+    free(r.q), free(r.kv), free(r.o), free(r.sel), free(r.n_sel), free(piece);
+    world_close(&w);
 }
 
 /* `bytes` from the host to memory of the device's, `past` bytes behind an aligned address. */
@@ -452,7 +508,7 @@ enum { KINDS = 1 };
 static void test_attend__has_the_bits_of_its_ops(void **state)
 {
     enum { LOW = 8192, OUT = 384, MOST = 600, POS = 3001 };
-    static const int32_t Ts[] = {1, 40, 100, 150, 300, MOST}, groups[] = {8, 64};
+    static const int32_t Ts[] = {1, 20, 40, 100, 150, 210, 300, MOST}, groups[] = {8, 64};
     struct world w;
     struct rows r = {.q = malloc((size_t)MOST * H * D * 2),
                      .kv = malloc((size_t)MOST * D * 2),
@@ -570,6 +626,7 @@ int main(int argc, char **argv)
     if (kern_dev_open(&gpu, mirror, 1, &err) < 0) return test_no_device(&err);
     if (kern_dev_open(&cpu, "cpu", 0, &err) < 0) return 1;
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_attention__rows_that_take_turns_have_the_same_bits),
         cmocka_unit_test(test_attention__any_length_is_near_the_cpu),
         cmocka_unit_test(test_attention__odd_keys_are_near_the_cpu),
         cmocka_unit_test(test_attention__keys_widened_ahead_give_the_same_bits),

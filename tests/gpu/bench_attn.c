@@ -279,6 +279,7 @@ int main(int argc, char **argv)
     bench_attention(&b, C4, 32, 1, 64 * K, NULL);
     bench_attention(&b, C4, 64, 1, 64 * K, NULL);
     bench_attention(&b, C4, 128, 1, 64 * K, "<= 25 us");
+    bench_attention(&b, C4, 198, 1, 64 * K, NULL);
     bench_attention(&b, C128, 1, 1, 64 * K, NULL);
     bench_attention(&b, C128, 32, 1, 64 * K, NULL);
     bench_attention(&b, C128, 32, 1, 1024 * K, NULL);
