@@ -27,7 +27,7 @@ enum {
     ALIGN = 1024,
     MOST_SHARED = 227 * 1024,
     MOST_STAGES = 16,
-    BAR_BYTES = 256,
+    BAR_BYTES = 16 * MOST_STAGES + 16,
 };
 /* x, and weights for it: widened to bf16; codes with their scales. */
 enum kind { WIDENED, CODES };
@@ -49,7 +49,8 @@ template <int ROWS, int N, kern_wfmt F, kind K> struct tile {
         SCALES = S * STAGE + OUT, /* where they lie */
         BARS = SCALES + SCALE_BYTES,
         BYTES = BARS + BAR_BYTES + ALIGN,
-        NS = N < 64 ? N : 64, /* columns summed at a time */
+        /* Columns summed at a time. With bf16 weights all at once are no faster. */
+        NS = N < 64 || F != KERN_W_BF16 ? N : 64,
     };
     static_assert((int)S >= 3, "enough under way");
 };
@@ -57,7 +58,7 @@ template <int ROWS, int N, kern_wfmt F, kind K> struct tile {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 
 struct bars {
-    uint64_t full[MOST_STAGES], empty[MOST_STAGES];
+    uint64_t full[MOST_STAGES], empty[MOST_STAGES], turn[2];
 };
 static_assert(sizeof(struct bars) <= BAR_BYTES, "the room for them");
 
@@ -305,6 +306,7 @@ static __device__ __forceinline__ void multiply_in_turns(const struct cuda_produ
     const int half = threadIdx.x / 128;
     float4 *totals = (float4 *)m.out + threadIdx.x % 128; /* 128 apart */
     int32_t i0 = 0;                                       /* stages before this tile */
+    int turn = 0;
     for (int32_t t = m.tile; t < m.tiles; t += m.step, i0 += m.n_blocks) {
         const int32_t scale_row = (m.group * p.N + t * ROWS) / BLOCK_N;
         float sum[N / 2], total[N / 2];
@@ -318,8 +320,10 @@ static __device__ __forceinline__ void multiply_in_turns(const struct cuda_produ
                 operands<ROWS, N, F == KERN_W_BF16 ? KERN_W_BF16 : KERN_W_FP8>(stage, a);
             block_sums<ROWS, N, F, K>(stage, 0, a, sum);
             if (threadIdx.x % 32 == 0) bar_arrive(&m.bars->empty[slot]);
-            if (b > 0) /* the other one has added the block before */
-                asm volatile("bar.sync %0, 256;" ::"r"(4 + half) : "memory");
+            if (b > 0) { /* the other one has added the block before */
+                bar_wait(&m.bars->turn[half], turn);
+                turn ^= 1;
+            }
 #pragma unroll
             for (int n = 0; n < N / 8; n++) {
                 float4 v = make_float4(0, 0, 0, 0);
@@ -330,7 +334,7 @@ static __device__ __forceinline__ void multiply_in_turns(const struct cuda_produ
                 totals[128 * n] =
                     make_float4(total[4 * n], total[4 * n + 1], total[4 * n + 2], total[4 * n + 3]);
             }
-            if (b + 1 < m.n_blocks) asm volatile("bar.arrive %0, 256;" ::"r"(5 - half) : "memory");
+            if (b + 1 < m.n_blocks) bar_arrive(&m.bars->turn[1 - half]);
         }
         asm volatile("bar.sync 1, 256;" ::: "memory"); /* nobody reads totals any more */
         if ((m.n_blocks - 1) % 2 == half) store_tile_of<N, F, K>(p, m, t * ROWS, total);
@@ -356,6 +360,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         for (int i = 0; i < C::S; i++)
             bar_init(&m.bars->full[i], 1), bar_init(&m.bars->empty[i], ROWS / 16);
+        for (int i = 0; i < 2; i++) bar_init(&m.bars->turn[i], 128);
         bar_init_done();
     }
     __syncthreads();
