@@ -614,7 +614,8 @@ static __device__ __forceinline__ void join(struct weights *w, struct attn_chain
         for (int i = r; i < 16; i += 2) w->p[i] = attn_scaled(w->p[i], power);
     }
 }
-/* All warps of a group: they have read the other's weights, in whose place their own come next. */
+/* All warps of a group: what wgmma reads for each of them may be written anew, weights by the next
+ * tile's, a tile by the row's output. */
 static __device__ __forceinline__ void group_meet(int group)
 {
     asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
@@ -782,11 +783,13 @@ static __device__ __forceinline__ void consume(const struct attn_job &j, bool wi
         const uint32_t last = (g0 - 1) % 2;
         float inverse[2];
         invert(c, sh->sink[group], inverse);
-        if (j.cos)
+        if (j.cos) {
             store_slots(j, row.t, row.h0, group * (KEY_WIDTH / 2), inverse, sh->angles[begun % 2],
                         o);
-        else
+        } else {
+            group_meet(group);
             store_row(j, row, group, inverse, o, sh->tile[last] + group * (KEY_TILE / 2));
+        }
         /* Each lane, for it has read what others of the warp wrote. */
         bar_arrive(&sh->empty[last][2 * group]);
         bar_arrive(&sh->empty[last][2 * group + 1]);
