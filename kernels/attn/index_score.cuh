@@ -11,7 +11,10 @@
 #include "kernels/cuda/cuda.cuh"
 #include "kernels/cuda/kv.cuh"
 
-enum { INDEX_RUN = 16 }; /* entries, from a multiple of it on, of which the best score is told */
+enum {
+    INDEX_RUN = 16, /* entries, from a multiple of it on, of which the best score is told */
+    INDEX_PAD = 64, /* a row's scores are written to a multiple of it */
+};
 
 /* Passed to kernels by value. */
 struct index_score {
@@ -27,9 +30,12 @@ struct index_score {
     enum kern_dtype act;
     int32_t row0, n_rows; /* rows to score; all below b.T */
     bool all;             /* also of rows that see no more than they keep */
-    float *out;           /* [n_rows, ld]; what a row does not see is not written */
+    /* [n_rows, ld], ld a multiple of INDEX_PAD. Behind what a row sees NaN, to the next multiple;
+     * what lies further on is nobody's. */
+    float *out;
     int64_t ld;
-    /* NULL, or [n_rows, ld / INDEX_RUN]: the highest score of each run, NaN if all are. */
+    /* NULL (then there may be no NaN behind), or [n_rows, ld / INDEX_RUN]: the highest score of
+     * each run, NaN if all are. */
     float *best;
 };
 

@@ -344,7 +344,8 @@ static __global__ void __launch_bounds__(32 * PLAIN_WARPS)
     }
 }
 
-/* The best of each run, from scores that were made by a kernel that does not tell. */
+/* The best of each run, from scores that were made by a kernel that does not tell, and what stands
+ * behind a row's last. */
 static __global__ void best_kernel(const __grid_constant__ struct index_score p)
 {
     const int32_t t = p.row0 + blockIdx.x, i = p.b.row_seq[t];
@@ -352,13 +353,18 @@ static __global__ void best_kernel(const __grid_constant__ struct index_score p)
     const struct cuda_seq q = p.b.seqs[i];
     const int32_t seen = dev_visible(p.kv, q, t);
     if (!p.all && seen <= q.topk) return;
-    const float *s = p.out + (int64_t)blockIdx.x * p.ld;
+    float *s = p.out + (int64_t)blockIdx.x * p.ld;
     float *best = p.best + (int64_t)blockIdx.x * (p.ld / INDEX_RUN);
-    for (int32_t run = blockIdx.y * blockDim.x + threadIdx.x; run * INDEX_RUN < seen;
+    const int32_t n_runs = (seen + INDEX_PAD - 1) / INDEX_PAD * (INDEX_PAD / INDEX_RUN);
+    const float none = kern_float(0x7fc00000u);
+    for (int32_t run = blockIdx.y * blockDim.x + threadIdx.x; run < n_runs;
          run += gridDim.y * blockDim.x) {
-        float m = kern_float(0x7fc00000u);
-        for (int32_t e = run * INDEX_RUN; e < (run + 1) * INDEX_RUN && e < seen; e++)
-            m = fmaxf(m, s[e]); /* passes over NaN */
+        float m = none;
+        for (int32_t e = run * INDEX_RUN; e < (run + 1) * INDEX_RUN; e++)
+            if (e < seen)
+                m = fmaxf(m, s[e]); /* passes over NaN */
+            else
+                s[e] = none;
         best[run] = m;
     }
 }

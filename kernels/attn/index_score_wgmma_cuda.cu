@@ -7,11 +7,12 @@
  *
  * Four rows (`score_tiles`): tiles go to the CTA's warpgroups in turn: a group multiplies when it
  * is its turn, adds up the heads while the others multiply, and finishes and stores a product's
- * scores when its next product is nearly done. Without turns all groups multiply at once and then
- * all add up (a tenth slower). A group's round, from turn to turn, takes longer than the products
+ * scores while its next product runs. Without turns all groups multiply at once and then all add up
+ * (a tenth slower). A group's round, from turn to turn, takes longer than the products
  * of all groups, and any latency in it counts: so sums change hands in shared memory. (A group that
- * finished for all the others was what all waited for.) One row (`score_rows`): no turns, see
- * there.
+ * finished for all the others was what all waited for.) Products of codes are short: two groups
+ * share a tile, and each has the weights of its two queries in registers. One row (`score_rows`):
+ * no turns, see there.
  *
  * Keys that multiply as they lie (bf16; fp8 where products of codes are allowed, cuda_fp8_products)
  * are read by the matrix unit itself. Others are widened on the way to the registers of operand a,
@@ -40,9 +41,10 @@ enum {
     TILE = 64,
     HEADS = 64,
     W = 128,
-    ROWS = 4,        /* of a block, where sequences have several */
-    WEIGHTS_LD = 20, /* floats: a thread's sixteen weights, quads' threads in different banks */
-    GROUP = 128,     /* threads */
+    ROWS = 4,           /* of a block, where sequences have several */
+    WEIGHTS_LD = 20,    /* floats: a thread's sixteen weights, quads' threads in different banks */
+    GROUP = 128,        /* threads */
+    NOBODY = INT32_MIN, /* sees nothing and is told nothing: there is no such row */
 };
 enum product { MUL_BF16, MUL_F16, MUL_CODES };
 
@@ -60,6 +62,8 @@ template <int FMT, bool CODES> struct keys {
 template <int FMT, bool CODES, int R> struct plan {
     using k = keys<FMT, CODES>;
     static constexpr int GROUPS = R == 1 || CODES ? 4 : 3; /* as many as have the registers */
+    /* Several rows: a group has two of them, whose weights its registers keep; else all. */
+    static constexpr bool OWN = R > 1 && k::MUL == MUL_CODES;
     static constexpr int THREADS = GROUP * GROUPS;
     /* Several rows: a product's last instructions, during which the next one's turn begins. */
     static constexpr int TAIL = 2;
@@ -76,7 +80,9 @@ template <int FMT, bool CODES, int R> struct plan {
     static constexpr int SCALES = RING + STAGES * k::KEYS;
     static constexpr int WEIGHTS = SCALES + STAGES * k::SCALES;
     static constexpr int SUMS = WEIGHTS + R * 4 * WEIGHTS_LD * 4;
-    static constexpr int BYTES = SUMS + THREADS * 16; /* four sums of each thread */
+    static constexpr int FULL = SUMS + THREADS * 16; /* four sums of each thread */
+    static constexpr int READ = FULL + STAGES * 8;   /* one row only */
+    static constexpr int BYTES = READ + STAGES * 8;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -92,17 +98,6 @@ template <int GROUPS> static __device__ __forceinline__ void turn_pass(int group
     asm volatile("bar.arrive %0, %1;" ::"r"(group + 1 == GROUPS ? 1 : 2 + group),
                  "n"(2 * (int)GROUP)
                  : "memory");
-}
-
-/* One row: a group has read a slot of the ring. Its other warps say so, the one that has the next
- * tile copied there waits for it. Each slot has a barrier: a warp may be tiles ahead of another. */
-static __device__ __forceinline__ void slot_read(int slot)
-{
-    asm volatile("bar.arrive %0, %1;" ::"r"(1 + slot), "n"((int)GROUP) : "memory");
-}
-static __device__ __forceinline__ void slot_wait(int slot)
-{
-    asm volatile("bar.sync %0, %1;" ::"r"(1 + slot), "n"((int)GROUP) : "memory");
 }
 
 /* Starts the copies of a tile, which lies in the part `from` of page `id`, to a slot of the ring.
@@ -331,7 +326,7 @@ static __device__ __forceinline__ void read_weights(const float *at, float (&w)[
 static __device__ __forceinline__ void put_sums(float *room, int row, const float (&s)[4])
 {
 #pragma unroll
-    for (int i = 0; i < 4; i++) room[(i / 2 * 16 + i % 2 * 8 + row) * 4 + threadIdx.x % 4] = s[i];
+    for (int i = 0; i < 4; i++) room[row * 4 + threadIdx.x % 4 + i * 32] = s[i];
     __syncwarp();
 }
 static __device__ __forceinline__ float4 take_sums(const float *room)
@@ -345,13 +340,15 @@ static __device__ __forceinline__ float quad_sum(const float4 &v)
 /* The highest of each half warp; passes over NaN. */
 static __device__ __forceinline__ float half_best(float v)
 {
-    const bool upper = threadIdx.x & 16;
-    const int32_t none = INT32_MIN, bits = (int32_t)kern_bits(v);
-    const int32_t key = v != v ? none : bits ^ (bits >> 31 & 0x7fffffff);
-    const int32_t lower_best = __reduce_max_sync(~0u, upper ? none : key);
-    const int32_t upper_best = __reduce_max_sync(~0u, upper ? key : none);
-    const int32_t best = upper ? upper_best : lower_best;
-    return kern_float((uint32_t)(best ^ (best >> 31 & 0x7fffffff))); /* none: NaN */
+#pragma unroll
+    for (int m = 8; m; m /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, m));
+    return v;
+}
+
+/* What all lanes of a warp have alike, in a register of the warp. */
+static __device__ __forceinline__ int32_t of_warp(int32_t v)
+{
+    return __reduce_max_sync(~0u, v);
 }
 
 template <int FMT, bool CODES, int R>
@@ -360,18 +357,19 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
 {
     using k = keys<FMT, CODES>;
     using l = plan<FMT, CODES, R>;
-    constexpr int STEPS = R / 2;
-    __shared__ uint64_t full[l::STAGES];
+    constexpr int STEPS = l::OWN ? 1 : R / 2; /* products of a group with a tile */
+    uint64_t *full = (uint64_t *)(shared + l::FULL);
     float *weights = (float *)(shared + l::WEIGHTS);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / GROUP;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int group = of_warp(threadIdx.x / GROUP);
     float *sums = (float *)(shared + l::SUMS) + threadIdx.x / 32 * 128;
     /* Of a quad of columns this thread's, and its keys' row. Of what it finishes: the key of a
      * tile, and of a product's queries the one. */
     const int c = lane % 4, row = key_of_row<FMT, CODES>(lane / 4);
     const int query = lane / 16, mine = warp * 16 + lane % 16;
-    /* Of a group, the one that starts copies: each on another of the four schedulers. */
-    const bool copies = warp == group && lane == 0;
     const uint64_t b = wgmma_rows(shared);
+    /* b, n sixteens of bytes further on: the upper half is the same. */
+    const auto further = [&](uint32_t n) { return b >> 32 << 32 | (uint32_t)b + n; };
     struct key_source<FMT, CODES, R> src;
     src.map = map;
     src.part = p.kv.pages + p.key_off;
@@ -396,7 +394,8 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                 t += g.n;
                 continue;
             }
-            const int32_t first = skip, n = g.tiles - first < left ? g.tiles - first : left;
+            const int32_t first = skip,
+                          n = of_warp(g.tiles - first < left ? g.tiles - first : left);
             left -= n;
             skip = 0;
             src.ids = g.q.page_ids + p.companion;
@@ -410,45 +409,65 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
             load_queries<FMT, CODES, R>(p, t, g.n, shared, weights);
             wgmma_shared();
             __syncthreads();
-            const int steps = (g.n + 1) / 2;
+            /* A tile is a group's, with all pairs of queries, or is shared by as many groups as
+             * there are pairs. */
+            const int pairs = of_warp((g.n + 1) / 2), sharing = l::OWN ? pairs : 1;
+            const int steps = l::OWN ? 1 : pairs, pair = sharing == 2 ? group % 2 : 0;
+            const int32_t x0 = sharing == 2 ? group / 2 : group;
+            const int32_t stride = sharing == 2 ? l::GROUPS / 2 : l::GROUPS;
+            /* Of those that share a tile the last's thread that has the next one copied: each on
+             * another of the four schedulers. */
+            const bool copies = warp == group && lane == 0 && pair == sharing - 1;
             /* Of each product: its first score's place, and how many of this segment's entries its
              * query sees from this thread's key on. */
             const uint32_t ld = (uint32_t)p.ld;
             const uint32_t out =
-                (uint32_t)(t - p.row0 + query) * ld + (uint32_t)(first * TILE + mine);
-            const bool tells = p.best && lane % 16 == 0; /* of a run's first key */
-            const int last = 2 * (steps - 1);            /* query */
+                (uint32_t)(t - p.row0 + 2 * pair + query) * ld + (uint32_t)(first * TILE + mine);
+            /* Of a run's first key. (Else worked out again each time.) */
+            int32_t tells = p.best && lane % 16 == 0;
+            asm("" : "+r"(tells));
+            const int last = 2 * (steps - 1); /* query */
             int32_t sees[STEPS];
 #pragma unroll
             for (int i = 0; i < STEPS; i++) {
-                const int32_t r = 2 * i + query;
-                sees[i] = r < g.n ? dev_visible(p.kv, g.q, t + r) - first * TILE - mine : 0;
+                const int32_t r = 2 * (pair + i) + query;
+                sees[i] = r < g.n ? dev_visible(p.kv, g.q, t + r) - first * TILE - mine : NOBODY;
             }
             const int32_t last_sees = steps == STEPS ? sees[STEPS - 1] : sees[0];
-            /* Scores of a product of tile x, queries from `from` on. */
+            /* A score of a product of tile x, queries from `from` on; and the best of its run. */
+            const auto place = [&](int32_t x, int from) {
+                return out + (uint32_t)from * ld + (uint32_t)(x * TILE);
+            };
             const auto finish = [&](const float4 &four, float scale, int32_t x, int from,
                                     int32_t see) {
                 float v = quad_sum(four);
                 if (FMT == KERN_IK_FP8) v *= scale;
-                const bool is = x * TILE < see;
-                const uint32_t at = out + (uint32_t)from * ld + (uint32_t)(x * TILE);
-                if (is) p.out[at] = v;
-                const float best = half_best(is ? v : kern_float(0x7fc00000u));
-                if (is && tells) p.best[at / INDEX_RUN] = best;
+                v = x * TILE < see ? v : kern_float(0x7fc00000u);
+                if (see != NOBODY) p.out[place(x, from)] = v;
+                return v;
+            };
+            const auto tell = [&](float v, int32_t x, int from, int32_t see) {
+                const float best = half_best(v);
+                if (see != NOBODY && tells) p.best[place(x, from) / INDEX_RUN] = best;
             };
             uint32_t id = 0; /* page of the tile that takes the next one's place */
-            if (copies && group + l::STAGES < n) id = src.page_of(first + group + l::STAGES);
+            if (copies && x0 + l::STAGES < n) id = src.page_of(first + x0 + l::STAGES);
             /* All have read tile x: the one that follows in its place may come. */
             const auto refill = [&](int32_t x, uint32_t stage) {
                 if (!copies || x + l::STAGES >= n) return;
                 src.fill(shared, stage, &full[stage], first + x + l::STAGES, id);
-                if (x + l::GROUPS + l::STAGES < n)
-                    id = src.page_of(first + x + l::GROUPS + l::STAGES);
+                if (x + stride + l::STAGES < n) id = src.page_of(first + x + stride + l::STAGES);
             };
+            const float *of = weights + (pair * 8 + c) * WEIGHTS_LD;
+            float own[2][16];
+            if (l::OWN) {
+                read_weights(of, own[0]);
+                read_weights(of + 4 * WEIGHTS_LD, own[1]);
+            }
             float4 four = {}; /* sums of the product before */
             float scale = 1.0f;
-            int32_t x = group;
-            for (; x < n; x += l::GROUPS) {
+            int32_t x = x0;
+            for (; x < n; x += stride) {
                 const uint32_t at = before + (uint32_t)x, stage = at % l::STAGES;
                 const uint8_t *scales = shared + l::SCALES + stage * k::SCALES;
                 const float scale_before = scale;
@@ -457,20 +476,20 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                 if constexpr (k::WIDEN)
                     load_keys<FMT, CODES>(shared + l::RING + stage * k::KEYS, scales, a);
                 if (FMT == KERN_IK_FP8) scale = kern_f32_scale(((const float *)scales)[mine]);
+                const uint32_t keys_at = (l::RING >> 4) + stage * (k::KEYS >> 4);
 #pragma unroll
                 for (int step = 0; step < STEPS; step++) {
                     if (step >= steps) break;
-                    float acc[l::N / 2], w[16], sum[4];
-                    const float *of = weights + (step * 8 + c) * WEIGHTS_LD;
+                    float acc[l::N / 2], sum[4];
+                    const uint32_t q_at = (uint32_t)(pair + step) * (2 * HEADS * k::QUERY >> 4);
                     turn_wait<l::GROUPS>(group);
                     wgmma_fence();
 #pragma unroll
                     for (int j = 0; j < k::KS; j++) {
-                        const uint64_t bj = b + (uint64_t)((step * 2 * HEADS * k::QUERY >> 4) +
-                                                           j / 4 * (l::HALF >> 4) + j % 4 * 2);
+                        const uint64_t bj =
+                            further(q_at + (uint32_t)(j / 4 * (l::HALF >> 4) + j % 4 * 2));
                         const uint64_t aj =
-                            b + (uint64_t)((l::RING >> 4) + j / 4 * (TILE * 128 >> 4) + j % 4 * 2) +
-                            stage * (k::KEYS >> 4);
+                            further(keys_at + (uint32_t)(j / 4 * (TILE * 128 >> 4) + j % 4 * 2));
                         if constexpr (k::MUL == MUL_CODES)
                             wgmma_e4m3(acc, aj, bj, j > 0);
                         else if constexpr (k::MUL == MUL_F16)
@@ -482,37 +501,44 @@ score_tiles(const struct index_score &p, const CUtensorMap *map, uint32_t shift,
                         if (j + 1 == k::KS - l::TAIL) wgmma_commit();
                     }
                     wgmma_commit();
-                    read_weights(of, w);
+                    if (!l::OWN) read_weights(of + step * (8 * WEIGHTS_LD), own[0]);
+                    /* Meanwhile. What is behind a branch stays there. */
+                    float v = 0.0f;
+                    if (step == 0 && x != x0)
+                        v = finish(four, scale_before, x - stride, last, last_sees);
+                    else if (step > 0 && p.n_rows > 0) /* always */
+                        v = finish(four, scale, x, 2 * (step - 1), sees[step - 1]);
                     wgmma_wait<1>();
                     turn_pass<l::GROUPS>(group);
-                    /* Meanwhile. What is behind a branch stays there. */
-                    if (step == 0 && x != group)
-                        finish(four, scale_before, x - l::GROUPS, last, last_sees);
-                    else if (step > 0 && p.n_rows > 0) /* always */
-                        finish(four, scale, x, 2 * (step - 1), sees[step - 1]);
+                    if (step == 0 && x != x0)
+                        tell(v, x - stride, last, last_sees);
+                    else if (step > 0 && p.n_rows > 0)
+                        tell(v, x, 2 * (step - 1), sees[step - 1]);
                     if (step == 0) {
                         /* The turn's barrier: the group has read this tile, or multiplied
-                         * the last. */
+                         * the last, and so has the one that shares it. */
                         if (k::WIDEN)
                             refill(x, stage);
-                        else if (x != group)
-                            refill(x - l::GROUPS, (stage - l::GROUPS) % l::STAGES);
+                        else if (x != x0)
+                            refill(x - stride, (stage - (uint32_t)stride) % l::STAGES);
                     }
                     wgmma_wait<0>();
                     wgmma_pin(acc);
-                    add_heads(acc, w, sum);
-                    read_weights(of + 4 * WEIGHTS_LD, w);
-                    add_heads(acc + HEADS / 2, w, sum + 2);
+                    add_heads(acc, own[0], sum);
+                    if (!l::OWN)
+                        read_weights(of + step * (8 * WEIGHTS_LD) + 4 * WEIGHTS_LD, own[0]);
+                    add_heads(acc + HEADS / 2, own[l::OWN], sum + 2);
                     put_sums(sums, row, sum);
                     four = take_sums(sums);
                 }
             }
-            if (x < n + group) /* all take as many turns */
+            if (x < n + x0) /* all take as many turns */
                 for (int step = 0; step < steps; step++) {
                     turn_wait<l::GROUPS>(group);
                     turn_pass<l::GROUPS>(group);
                 }
-            if (x != group) finish(four, scale, x - l::GROUPS, last, last_sees);
+            if (x != x0)
+                tell(finish(four, scale, x - stride, last, last_sees), x - stride, last, last_sees);
             before += (uint32_t)n;
             __syncthreads(); /* the queries may go */
             t += g.n;
@@ -530,7 +556,9 @@ score_rows(const struct index_score &p, const CUtensorMap *map, uint32_t shift, 
 {
     using k = keys<FMT, CODES>;
     using l = plan<FMT, CODES, 1>;
-    __shared__ uint64_t full[l::STAGES];
+    /* A group has read a slot: its other warps say so, the one that has the next tile copied there
+     * waits for it. */
+    uint64_t *full = (uint64_t *)(shared + l::FULL), *read = (uint64_t *)(shared + l::READ);
     float *weights = (float *)(shared + l::WEIGHTS);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, group = threadIdx.x / GROUP;
     float *sums = (float *)(shared + l::SUMS) + threadIdx.x / 32 * 128;
@@ -541,7 +569,10 @@ score_rows(const struct index_score &p, const CUtensorMap *map, uint32_t shift, 
     const bool copies = warp == group;
     const uint64_t b = wgmma_rows(shared);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < l::STAGES; i++) bar_init(&full[i], 1);
+        for (int i = 0; i < l::STAGES; i++) {
+            bar_init(&full[i], 1);
+            bar_init(&read[i], GROUP / 32 - 1);
+        }
         bar_init_done();
     }
     const struct share sh = find_share<TILE, l::THREADS>(p, 1);
@@ -579,23 +610,25 @@ score_rows(const struct index_score &p, const CUtensorMap *map, uint32_t shift, 
             load_queries<FMT, CODES, 1>(p, t, g.n, shared, weights);
             wgmma_shared();
             __syncthreads();
-            /* Of two tiles: the first score's place, and how many of this share's entries the row
-             * sees from this thread's key on. The thread of a run's first key tells its best. */
+            /* Of two tiles: the first score's place, and how many entries the row sees and this
+             * share has from this thread's key on. The thread of a run's first key tells its
+             * best. */
             const int32_t key = later * TILE + mine;
             const uint32_t out =
                 (uint32_t)(t - p.row0) * (uint32_t)p.ld + (uint32_t)(first * TILE + key);
             const bool tells = p.best && lane % 16 == 0;
-            int32_t seen = dev_visible(p.kv, g.q, t) - first * TILE;
-            if (seen > n * TILE) seen = n * TILE;
+            const int32_t seen = dev_visible(p.kv, g.q, t) - first * TILE;
             const uint32_t sees = (uint32_t)(seen > key ? seen - key : 0);
+            const uint32_t tiles = (uint32_t)(n > later ? (n - later) * TILE : 0);
             /* Scores of this group's tiles x and next; x < 0: there are none. */
             const auto finish = [&](const float4 &four, float scale, int32_t x) {
                 float v = quad_sum(four);
                 if (FMT == KERN_IK_FP8) v *= scale;
-                const bool is = (uint32_t)(x * TILE) < sees;
+                v = (uint32_t)(x * TILE) < sees ? v : kern_float(0x7fc00000u);
+                const bool is = (uint32_t)(x * TILE) < tiles;
                 const uint32_t at = out + (uint32_t)(x * TILE);
                 if (is) p.out[at] = v;
-                const float best = half_best(is ? v : kern_float(0x7fc00000u));
+                const float best = half_best(v);
                 if (is && tells) p.best[at / INDEX_RUN] = best;
             };
             uint32_t id = 0; /* page of the tile that takes the next one's place */
@@ -609,12 +642,16 @@ score_rows(const struct index_score &p, const CUtensorMap *map, uint32_t shift, 
                 const uint8_t *scales = shared + l::SCALES + s * k::SCALES;
                 load_keys<FMT, CODES>(shared + l::RING + s * k::KEYS, scales, a);
                 if (FMT == KERN_IK_FP8) scale = kern_f32_scale(((const float *)scales)[mine]);
-                if (!copies) slot_read(s);
+                if (!copies) {
+                    __syncwarp();
+                    if (lane == 0) bar_arrive(&read[s]);
+                }
             };
             /* Some time after that: the tile that follows in its place may come. */
             const auto refill = [&](int32_t x) {
                 if (copies) {
-                    slot_wait(s);
+                    bar_wait(&read[s], phase);
+                    __syncwarp();
                     if (lane == 0 && x + l::STAGES < n) {
                         fill(s, first + x + l::STAGES, id);
                         if (x + l::GROUPS + l::STAGES < n)
@@ -697,6 +734,7 @@ static void launch(struct kern_stream *s, const struct index_score *p, const CUt
 {
     using l = plan<FMT, CODES, R>;
     static_assert(l::BYTES <= 226 * 1024, "shared memory of sm_90, less what is static");
+    static_assert(!l::OWN || (R == 4 && l::GROUPS % 2 == 0), "two pairs of queries");
     CUDA_SHARED((score_kernel<FMT, CODES, R>), l::BYTES);
     cuda_launch_early(s, score_kernel<FMT, CODES, R>, dim3((unsigned)s->n_sm), l::THREADS, l::BYTES,
                       *p, map, shift);
