@@ -28,7 +28,7 @@ enum {
     LD_STEP = 4 * INDEX_RUN, /* a row's bests are read by fours */
     CAP = 8192,              /* scores in shared memory: see room_bytes */
     CAP_MOST = 16384,
-    MOST_RUNS = 16, /* of a thread: a register and a bit each */
+    MOST_FOURS = 4, /* of runs, of a thread: in registers, a byte each */
     /* Of a row that one warp selects from. */
     WARP_TOPK = 512,
     WARP_UNITS = 48, /* of a lane: in all three for each score wanted, or half of that */
@@ -98,21 +98,22 @@ static __device__ __forceinline__ void tell_margin(const struct row &r, uint32_t
 /* The best `topk` of m keys, of entries index[] (NULL: their own numbers), ascending. */
 template <int THREADS>
 static __device__ void pick(const struct row &r, const uint32_t *key, const int32_t *index,
-                            int32_t m, struct select_shared *sh, int *turn)
+                            int32_t m, struct select_shared *sh, int turn, int odd)
 {
-    int32_t count, n_above;
-    const uint32_t kth =
-        dev_threshold<THREADS>(key, m, r.topk, 0, &sh->digits, turn, &count, &n_above);
+    const struct topk_bound b = dev_threshold<THREADS>(key, m, r.topk, 0, &sh->digits, turn);
+    const uint32_t kth = b.key;
     /* Of those that are the bound itself; all where it is not yet the k-th, but k reach it. */
-    const uint32_t equal = count == r.topk ? ~0u : (uint32_t)(r.topk - n_above);
+    const uint32_t equal = b.count == r.topk ? ~0u : (uint32_t)(r.topk - b.above);
     /* Each thread a stretch, odd, so that a warp meets all banks. */
     const int32_t each = (m + THREADS - 1) / THREADS | 1, i0 = (int32_t)threadIdx.x * each;
     const int32_t i1 = i0 + each < m ? i0 + each : m;
     uint32_t mine = 0; /* above in the low half, ties in the high one */
+#pragma unroll 1
     for (int32_t i = i0; i < i1; i++) mine += key[i] > kth ? 1u : key[i] == kth ? 1u << 16 : 0u;
     uint32_t total;
-    const uint32_t before = dev_block_before<THREADS>(mine, sh->top.warp, &total);
+    const uint32_t before = dev_block_before<THREADS>(mine, sh->top.warp, &odd, &total);
     uint32_t above = before & 0xffffu, ties = before >> 16, kept = ~0u, not_kept = 0;
+#pragma unroll 1
     for (int32_t i = i0; i < i1; i++) {
         const uint32_t u = key[i];
         if (u > kth || (u == kth && ties < equal)) {
@@ -170,7 +171,7 @@ static __device__ __forceinline__ void run_load(const struct row &r, int32_t e,
 {
     const float none = kern_float(0x7fc00000u);
 #pragma unroll
-    for (int l = 0; l < INDEX_RUN / 4; l++)
+    for (int l = 0; l < INDEX_RUN / 4; l++) /* behind the last score stands NaN */
         v[l] = e < r.n ? *(const float4 *)(r.s + e + 4 * l) : make_float4(none, none, none, none);
 }
 /* Which of them the row has and reach a bound, a bit each. */
@@ -192,76 +193,118 @@ static __device__ __forceinline__ uint32_t run_reaching(const struct row &r, int
     return mask;
 }
 
-/* The best of each of N pairs; passes over NaN. */
-template <int N> static __device__ __forceinline__ void pairs_best(float (&v)[MOST_RUNS])
+/* Highest of two, four by four; passes over NaN. */
+static __device__ __forceinline__ float4 four_best(const float4 &a, const float4 &b)
 {
-#pragma unroll
-    for (int j = 0; j < N; j++) v[j] = fmaxf(v[2 * j], v[2 * j + 1]);
+    return make_float4(fmaxf(a.x, b.x), fmaxf(a.y, b.y), fmaxf(a.z, b.z), fmaxf(a.w, b.w));
 }
 /* Keys and entries, ascending, of all scores that reach a bound which at least `want` do; -1: too
- * many. */
+ * many, or one that all reach. */
 template <int THREADS>
-static __device__ int32_t gather(const struct row &r, int32_t want, int32_t cap, uint32_t *key,
-                                 int32_t *index, uint16_t *runs, struct select_shared *sh,
-                                 int *turn)
+static __device__ __forceinline__ int32_t gather(const struct row &r, int32_t want, int32_t cap,
+                                                 uint32_t *key, int32_t *index, uint16_t *runs,
+                                                 struct select_shared *sh, int *turn, int *odd)
 {
-    const int32_t n_runs = (r.n + INDEX_RUN - 1) / INDEX_RUN;
-    /* Runs of a unit; at least two units for each score wanted, if runs suffice. A thread has whole
-     * units side by side. */
-    int32_t width = 1;
-    while (n_runs > 4 * want * width && width < MOST_RUNS) width *= 2;
-    const int32_t step = width > 4 ? width : 4;
-    const int32_t each = (n_runs + THREADS * step - 1) / (THREADS * step) * step;
-    const int32_t n_units = (n_runs + width - 1) / width, first = (int32_t)threadIdx.x * each;
-    if (n_units > 2 * cap) return -1;
-    float best[MOST_RUNS], unit[MOST_RUNS];
+    const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+    /* Fours of runs' bests; a warp has `each` times 32 side by side. */
+    const int32_t n = (r.n + 4 * INDEX_RUN - 1) / (4 * INDEX_RUN);
+    const int32_t each = (n + THREADS - 1) / THREADS, first = warp * 32 * each + lane;
+    const float none = kern_float(0x7fc00000u);
+    float4 v[MOST_FOURS], best = make_float4(none, none, none, none);
 #pragma unroll
-    for (int j = 0; j < MOST_RUNS; j += 4) {
-        const float none = kern_float(0x7fc00000u);
-        float4 v = make_float4(none, none, none, none);
-        if (j < each && first + j < n_runs) v = *(const float4 *)(r.best + first + j);
-        const float x[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-            unit[j + i] = best[j + i] = first + j + i < n_runs ? x[i] : none;
+    for (int i = 0; i < MOST_FOURS; i++) {
+        v[i] = make_float4(none, none, none, none);
+        if (i < each && first + i * 32 < n) v[i] = *((const float4 *)r.best + first + i * 32);
     }
-    if (width > 1) pairs_best<8>(unit);
-    if (width > 2) pairs_best<4>(unit);
-    if (width > 4) pairs_best<2>(unit);
-    if (width > 8) pairs_best<1>(unit);
-    const int32_t units = each / width;
 #pragma unroll
-    for (int j = 0; j < MOST_RUNS; j++) {
-        const int32_t u = (int32_t)threadIdx.x * units + j;
-        if (j < units && u < n_units) key[u] = dev_order_of(unit[j]);
+    for (int i = 0; i < MOST_FOURS; i++) best = four_best(best, v[i]);
+    /* A thread's are two units, or four, or as many as there are: at least two for each score
+     * wanted, better three, if runs suffice. */
+    const int32_t some = each == 1 ? n : THREADS;
+    int32_t n_units = 2 * some;
+    if (2 * some >= 3 * want) {
+        if (t < some)
+            *(uint2 *)(key + 2 * t) = make_uint2(dev_order_of(fmaxf(best.x, best.y)),
+                                                 dev_order_of(fmaxf(best.z, best.w)));
+    } else if (2 * some >= want || each == 1) {
+        n_units = 4 * some;
+        if (t < some)
+            *(uint4 *)(key + 4 * t) = make_uint4(dev_order_of(best.x), dev_order_of(best.y),
+                                                 dev_order_of(best.z), dev_order_of(best.w));
+    } else {
+        n_units = 4 * n;
+#pragma unroll
+        for (int i = 0; i < MOST_FOURS; i++)
+            if (i < each && first + i * 32 < n)
+                *((uint4 *)key + first + i * 32) =
+                    make_uint4(dev_order_of(v[i].x), dev_order_of(v[i].y), dev_order_of(v[i].z),
+                               dev_order_of(v[i].w));
     }
     __syncthreads();
-    int32_t reach, beyond;
-    const uint32_t bound =
-        dev_threshold<THREADS>(key, n_units, want, want / 8, &sh->digits, turn, &reach, &beyond);
+    const struct topk_bound b =
+        dev_threshold<THREADS>(key, n_units, want, want / 8, &sh->digits, *turn);
+    *turn = b.turn;
+    if (b.key == 0) return -1;
 
-    const float least = least_of(bound);
-    uint32_t mask = 0, total;
+    /* How many of each four, a byte each, summed over the warp's lanes before. */
+    const float least = least_of(b.key);
+    uint32_t mask = 0, count = 0;
 #pragma unroll
-    for (int j = 0; j < MOST_RUNS; j++)
-        if (best[j] >= least || (bound == 0 && j < each && first + j < n_runs)) mask |= 1u << j;
-    uint32_t at = dev_block_before<THREADS>((uint32_t)__popc(mask), sh->top.warp, &total);
-    if (total > (uint32_t)cap) return -1;
-    for (; mask; mask &= mask - 1) runs[at++] = (uint16_t)(first + __ffs((int)mask) - 1);
+    for (int i = 0; i < MOST_FOURS; i++) {
+        const float x[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (x[j] >= least) {
+                mask |= 1u << (4 * i + j);
+                count += 1u << (8 * i);
+            }
+    }
+    uint32_t sum = count;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const uint32_t o = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += o;
+    }
+    const uint32_t all = __shfl_sync(~0u, sum, 31);
+    sum -= count;
+    if (lane == 0) sh->top.warp[*odd][warp] = __dp4a(all, 0x01010101u, 0u);
+    __syncthreads();
+    const uint32_t warps = sh->top.warp[*odd][lane];
+    *odd ^= 1;
+    const int32_t total = (int32_t)__reduce_add_sync(~0u, warps);
+    uint32_t before = __reduce_add_sync(~0u, lane < warp ? warps : 0);
+    if (total > cap) return -1;
+#pragma unroll
+    for (int i = 0; i < MOST_FOURS; i++) {
+        uint32_t at = before + (sum >> (8 * i) & 0xff);
+        before += all >> (8 * i) & 0xff;
+#pragma unroll
+        for (int j = 0; j < 4; j++)
+            if (mask >> (4 * i + j) & 1) runs[at++] = (uint16_t)(4 * (first + i * 32) + j);
+    }
     __syncthreads(); /* also: the units' keys may go */
 
     int32_t m = 0;
-    for (int32_t i0 = 0; i0 < (int32_t)total; i0 += THREADS) {
-        const int32_t i = i0 + (int32_t)threadIdx.x;
-        const int32_t e = i < (int32_t)total ? runs[i] * INDEX_RUN : r.n;
+#pragma unroll 1
+    for (int32_t i0 = 0; i0 < total; i0 += THREADS) {
+        const int32_t i = i0 + t;
+        const int32_t e = i < total ? runs[i] * INDEX_RUN : r.n;
         uint32_t found;
-        float4 v[INDEX_RUN / 4];
-        run_load(r, e, v);
-        mask = run_reaching(r, e, v, bound);
-        int32_t to =
-            m + (int32_t)dev_block_before<THREADS>((uint32_t)__popc(mask), sh->top.warp, &found);
+        float4 s[INDEX_RUN / 4];
+        run_load(r, e, s);
+        mask = 0;
+#pragma unroll
+        for (int l = 0; l < INDEX_RUN / 4; l++) {
+            const float x[4] = {s[l].x, s[l].y, s[l].z, s[l].w};
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (x[j] >= least) mask |= 1u << (4 * l + j);
+        }
+        int32_t to = m + (int32_t)dev_block_before<THREADS>((uint32_t)__popc(mask), sh->top.warp,
+                                                            odd, &found);
         m += (int32_t)found;
         if (m > cap) return -1;
+#pragma unroll 1
         for (; mask; mask &= mask - 1) { /* few: they are read again */
             const int32_t l = e + __ffs((int)mask) - 1;
             key[to] = dev_order_of(r.s[l]);
@@ -279,6 +322,7 @@ template <int THREADS> static __device__ void scan(const struct row &r, struct t
     int32_t equal;
     const uint32_t kth = dev_kth_highest<THREADS>(r.s, r.n, r.topk, sh, &equal);
     uint32_t above = 0, ties = 0, kept = ~0u, not_kept = 0; /* of the runs before; of this thread */
+    int odd = 0;
     for (int32_t run = 0; run < r.n; run += THREADS * TOPK_EACH) {
         const int32_t e = run + (int32_t)threadIdx.x * TOPK_EACH;
         uint32_t u[TOPK_EACH], total;
@@ -296,7 +340,7 @@ template <int THREADS> static __device__ void scan(const struct row &r, struct t
 #pragma unroll
         for (int j = 0; j < TOPK_EACH; j++)
             if (e + j < r.n) mine += u[j] > kth ? 1u : u[j] == kth ? 1u << 16 : 0u;
-        const uint32_t before = dev_block_before<THREADS>(mine, sh->warp, &total);
+        const uint32_t before = dev_block_before<THREADS>(mine, sh->warp, &odd, &total);
         uint32_t a = above + (before & 0xffffu), b = ties + (before >> 16);
 #pragma unroll
         for (int j = 0; j < TOPK_EACH; j++) {
@@ -601,29 +645,29 @@ static __global__ void __launch_bounds__(TOPK_THREADS)
     extern __shared__ __align__(16) uint32_t room[];
     __shared__ struct select_shared sh;
     struct row r;
+    dev_digits_open(&sh.digits);
+    __syncthreads();
     if (!open_row(p, sc, &r)) return;
     if (r.n > r.topk && r.topk > 0) {
-        dev_digits_open(&sh.digits);
-        __syncthreads();
-        int turn = 0;
+        int turn = 0, odd = 0;
         uint32_t *key = room;
         int32_t *index = (int32_t *)(room + cap);
         /* For the margin the first that is not kept must be there too. */
         const int32_t want = r.topk + (p.margin ? 1 : 0);
         const int32_t n_runs = (r.n + INDEX_RUN - 1) / INDEX_RUN;
+        int32_t m = -1;
         if (n_runs < 2 * want && r.n <= 2 * cap) {
             load_all<THREADS>(r, key);
-            pick<THREADS>(r, key, NULL, r.n, &sh, &turn);
-        } else {
-            int32_t m = -1;
-            if (n_runs > want && n_runs <= MOST_RUNS * THREADS)
-                m = gather<THREADS>(r, want, cap, key, index, (uint16_t *)(index + cap), &sh,
-                                    &turn);
-            if (m >= 0)
-                pick<THREADS>(r, key, index, m, &sh, &turn);
-            else
-                scan<THREADS>(r, &sh.top);
+            index = NULL;
+            m = r.n;
+        } else if (n_runs > want && n_runs <= 4 * MOST_FOURS * THREADS) {
+            m = gather<THREADS>(r, want, cap, key, index, (uint16_t *)(index + cap), &sh, &turn,
+                                &odd);
         }
+        if (m >= 0)
+            pick<THREADS>(r, key, index, m, &sh, turn, odd);
+        else
+            scan<THREADS>(r, &sh.top);
     }
     close_row<THREADS>(p, r, score_rows);
 }

@@ -19,7 +19,7 @@ enum {
 
 struct topk_shared {
     uint32_t count[TOPK_BINS];
-    uint32_t warp[32];
+    uint32_t warp[2][32];
     uint32_t digit;
     int32_t left;
 };
@@ -37,10 +37,11 @@ static __device__ __forceinline__ float dev_of_order(uint32_t u)
     return kern_float(u & 0x80000000u ? u & 0x7fffffffu : ~u);
 }
 
-/* Sum of v over the threads before this one; *total over all. All threads call it; warp[32]. */
+/* Sum of v over the threads before this one; *total over all. All threads call it; warp[2][32],
+ * of which calls one after the other take turns: *odd, 0 or 1. */
 template <int THREADS>
-static __device__ __forceinline__ uint32_t dev_block_before(uint32_t v, uint32_t *warp,
-                                                            uint32_t *total)
+static __device__ __forceinline__ uint32_t dev_block_before(uint32_t v, uint32_t (*warp)[32],
+                                                            int *odd, uint32_t *total)
 {
     const int lane = threadIdx.x % 32, w = threadIdx.x / 32;
     uint32_t sum = v;
@@ -49,18 +50,12 @@ static __device__ __forceinline__ uint32_t dev_block_before(uint32_t v, uint32_t
         const uint32_t o = __shfl_up_sync(~0u, sum, d);
         if (lane >= d) sum += o;
     }
-    if (lane == 31) warp[w] = sum;
+    if (lane == 31) warp[*odd][w] = sum;
     __syncthreads();
-    uint32_t all = lane < THREADS / 32 ? warp[lane] : 0;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const uint32_t o = __shfl_up_sync(~0u, all, d);
-        if (lane >= d) all += o;
-    }
-    const uint32_t before = __shfl_sync(~0u, all, (w + 31) % 32);
-    *total = __shfl_sync(~0u, all, 31);
-    __syncthreads(); /* warp[] may be written again */
-    return sum - v + (w ? before : 0);
+    const uint32_t all = lane < THREADS / 32 ? warp[*odd][lane] : 0;
+    *odd ^= 1;
+    *total = __reduce_add_sync(~0u, all);
+    return sum - v + __reduce_add_sync(~0u, lane < w ? all : 0);
 }
 
 /* Four scores from i on, i a multiple of four, of n; those past the end are NaN. */
@@ -80,6 +75,7 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
 {
     const bool aligned = (uintptr_t)s % 16 == 0;
     uint32_t prefix = 0, mask = 0;
+    int odd = 0;
 #pragma unroll 1
     for (int round = 0; round < 3; round++) {
         const int shift = round == 0 ? 21 : round == 1 ? 10 : 0;
@@ -108,7 +104,7 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
         const int top = bins - 1 - (int)threadIdx.x * each;
         uint32_t sum = 0, total;
         for (int j = 0; j < each; j++) sum += sh->count[top - j];
-        uint32_t before = dev_block_before<THREADS>(sum, sh->warp, &total);
+        uint32_t before = dev_block_before<THREADS>(sum, sh->warp, &odd, &total);
         for (int j = 0; j < each; j++) {
             const uint32_t c = sh->count[top - j];
             if (before < (uint32_t)k && (uint32_t)k <= before + c) {
@@ -127,10 +123,13 @@ static __device__ uint32_t dev_kth_highest(const float *s, int32_t n, int32_t k,
     return prefix;
 }
 
+enum { TOPK_FEW = 32 }; /* keys that are ranked one by one */
+
 /* For dev_threshold: counts of three rounds, so that two barriers a round are enough. */
 struct topk_digits {
     __align__(16) uint32_t count[3][256];
-    uint32_t differ;
+    __align__(16) uint32_t few[TOPK_FEW];
+    uint32_t differ, n_few;
     uint32_t at;          /* of the round: the digit, */
     int32_t above, reach; /* how many are beyond it, and are or have it */
 };
@@ -138,38 +137,77 @@ struct topk_digits {
 static __device__ __forceinline__ void dev_digits_open(struct topk_digits *d)
 {
     if (threadIdx.x < 256) d->count[0][threadIdx.x] = 0;
-    if (threadIdx.x == 0) d->differ = 0;
+    if (threadIdx.x < TOPK_FEW) d->few[threadIdx.x] = 0;
+    if (threadIdx.x == 0) d->differ = d->n_few = 0;
 }
 
+struct topk_bound {
+    uint32_t key;
+    int32_t count, above; /* keys that reach it, and that are beyond it */
+    int turn;
+};
 /* Of n keys in shared memory, which a barrier has shown to all: the highest bound that at least k
- * (1 <= k <= n) reach, *count of them, *above of them beyond it; or a lower one that at most k +
- * slack reach. Digits of eight bits from the highest on in which keys differ. turn: as the first
- * call left it, 0 there. */
+ * (1 <= k <= n) reach; or a lower one that at most k + slack reach. Digits of eight bits from the
+ * highest on in which keys differ, until those that agree so far are few. turn: as the call before
+ * left it, 0 first. (Not inlined: what runs a second time is there already, where it comes from
+ * memory the first time.) */
 template <int THREADS>
-static __device__ uint32_t dev_threshold(const uint32_t *key, int32_t n, int32_t k, int32_t slack,
-                                         struct topk_digits *d, int *turn, int32_t *count,
-                                         int32_t *above)
+static __device__ __noinline__ struct topk_bound dev_threshold(const uint32_t *key, int32_t n,
+                                                               int32_t k, int32_t slack,
+                                                               struct topk_digits *d, int turn)
 {
     const int lane = threadIdx.x % 32;
     const uint32_t some = key[0];
     uint32_t differ = 0;
+#pragma unroll 1
     for (int32_t i = threadIdx.x; i < n; i += THREADS) differ |= key[i] ^ some;
     differ = __reduce_or_sync(~0u, differ);
     if (lane == 0 && differ) atomicOr(&d->differ, differ);
     __syncthreads();
     int bits = 32 - __clz((int)d->differ); /* that are not known yet */
-    uint32_t at = bits == 32 ? 0 : some >> bits << bits;
-    *count = n;
-    *above = 0;
-    while (bits > 0 && *count > k + slack) {
+    struct topk_bound b;
+    b.key = bits == 32 ? 0 : some >> bits << bits;
+    b.count = n;
+    b.above = 0;
+#pragma unroll 1
+    while (bits > 0 && b.count > k + slack) {
         const uint32_t known = bits == 32 ? 0 : ~0u << bits;
+        if (b.count - b.above <= TOPK_FEW) {
+#pragma unroll 1
+            for (int32_t i = threadIdx.x; i < n; i += THREADS)
+                if ((key[i] & known) == b.key) d->few[atomicAdd(&d->n_few, 1u)] = key[i];
+            __syncthreads();
+            /* Where a lane's key stands among them; absent ones are 0. */
+            if (threadIdx.x < 32) {
+                const int32_t few = b.count - b.above;
+                const uint32_t mine = d->few[lane];
+                int32_t beyond = b.above, with = b.above;
+#pragma unroll 1
+                for (int32_t i = 0; i < few; i += 4) {
+                    const uint4 v = *(const uint4 *)&d->few[i];
+                    beyond += (v.x > mine) + (v.y > mine) + (v.z > mine) + (v.w > mine);
+                    with += (v.x >= mine) + (v.y >= mine) + (v.z >= mine) + (v.w >= mine);
+                }
+                if (lane < few && beyond < k && k <= with) { /* equals say the same */
+                    d->at = mine;
+                    d->above = beyond;
+                    d->reach = with;
+                }
+            }
+            __syncthreads();
+            b.key = d->at;
+            b.above = d->above;
+            b.count = d->reach;
+            break;
+        }
         const int shift = bits < 8 ? 0 : bits - 8;
-        uint32_t *c = d->count[*turn];
-        *turn = *turn == 2 ? 0 : *turn + 1;
-        if (threadIdx.x < 256) d->count[*turn][threadIdx.x] = 0; /* nobody reads it any more */
+        uint32_t *c = d->count[turn];
+        turn = turn == 2 ? 0 : turn + 1;
+        if (threadIdx.x < 256) d->count[turn][threadIdx.x] = 0; /* nobody reads it any more */
+#pragma unroll 1
         for (int32_t i = threadIdx.x; i < n; i += THREADS) {
             const uint32_t u = key[i];
-            if ((u & known) == at) atomicAdd(&c[(u & ~known) >> shift], 1u);
+            if ((u & known) == b.key) atomicAdd(&c[(u & ~known) >> shift], 1u);
         }
         __syncthreads();
         if (threadIdx.x < 32) { /* eight digits a lane, from the highest down */
@@ -185,7 +223,7 @@ static __device__ uint32_t dev_threshold(const uint32_t *key, int32_t n, int32_t
                 const uint32_t o = __shfl_up_sync(~0u, before, s);
                 if (lane >= s) before += o;
             }
-            before += (uint32_t)*above - sum;
+            before += (uint32_t)b.above - sum;
             if (before < (uint32_t)k && (uint32_t)k <= before + sum) { /* one lane */
                 uint32_t digit = 255 - 8 * lane, in = v[0];
 #pragma unroll
@@ -201,14 +239,17 @@ static __device__ uint32_t dev_threshold(const uint32_t *key, int32_t n, int32_t
             }
         }
         __syncthreads();
-        at |= d->at;
-        *above = d->above;
-        *count = d->reach;
+        b.key |= d->at;
+        b.above = d->above;
+        b.count = d->reach;
         bits = shift;
     }
+    b.turn = turn;
     __syncthreads();
-    if (threadIdx.x == 0) d->differ = 0; /* seen by all; a barrier comes before the next call */
-    return at;
+    /* Seen by all; a barrier comes before the next call. */
+    if (threadIdx.x < TOPK_FEW) d->few[threadIdx.x] = 0;
+    if (threadIdx.x == 0) d->differ = d->n_few = 0;
+    return b;
 }
 
 #endif
