@@ -14,8 +14,8 @@ extern int cuda_wide_products;
  * Read at launch; MXFP4 experts must also have been placed while it was 1. */
 extern int cuda_fp8_products;
 /* Pairs an expert has on average from which widened products with 4-bit experts go by wgmma; 0:
- * never. Tiles of fewer pairs are faster by mma.sync (docs/performance.md); moe_test compares the
- * bits, bench_moe the times. */
+ * never. Fewer are faster by mma.sync (docs/performance.md); moe_test compares the bits, bench_moe
+ * the times. */
 extern int cuda_wide_experts;
 /* Products of few rows begin to read weights while their rows are still being quantized: on. Only
  * gemm_test and bench_gemm turn it off, to compare. */

@@ -27,7 +27,10 @@ extern "C" {
 #include "kernels/cuda/table.h"
 }
 
-int cuda_wide_experts = 96;
+int cuda_wide_experts = 5;
+/* Pairs an expert has on average from which its tiles by wgmma are middle, and wide: below, few
+ * experts have more than one, which would widen their weights again. */
+enum { MIDDLE_FROM = 22, WIDE_FROM = 96 };
 
 static const unsigned ALL = 0xffffffffu;
 enum { THREADS = 256, WARPS = THREADS / 32, PLAN_WARPS = 32 /* at most */ };
@@ -775,13 +778,13 @@ extern "C" int kern_moe_cuda(struct kern_stream *s, const struct kern_moe *p)
     const int64_t mean = (int64_t)p->T * p->k / p->E;
     const bool two = p->aq == KERN_AQ_NVFP4; /* x by the scales of w1 and of w3, side by side */
     int32_t tokens = mean <= 4 || (two && s->arch != 90) ? 8 : 32; /* 99 KiB there */
-    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90)
-        tokens = cuda_wide_experts && mean >= cuda_wide_experts && tiled && whole_scales(p->w1) &&
-                         whole_scales(p->w2) && whole_scales(p->w3)
-                     ? MOE_WIDE
-                     : 128;
+    if (mean > 24 && is_fp4(p->w1) && is_fp4(p->w2) && !two && s->arch == 90) tokens = 128;
+    const bool wide = cuda_wide_experts && mean >= cuda_wide_experts && s->arch == 90 && tiled &&
+                      !two && is_fp4(p->w1) && is_fp4(p->w2) && whole_scales(p->w1) &&
+                      whole_scales(p->w2) && whole_scales(p->w3);
+    if (wide) tokens = mean < MIDDLE_FROM ? MOE_FEW : mean < WIDE_FROM ? MOE_MIDDLE : MOE_WIDE;
     if (e4m3) tokens = mean <= 24 ? MOE_NARROW : MOE_CODES;
-    const bool images = e4m3 || tokens == MOE_WIDE;
+    const bool images = e4m3 || wide;
     struct moe_plan plan;
     int rc = make_plan(s, p, tokens, images ? 8 : 1, &plan);
     if (rc < 0) return rc;

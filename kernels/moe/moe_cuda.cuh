@@ -15,6 +15,8 @@
 enum {
     MOE_PAD = 256,
     MOE_WIDE = 248,  /* pairs of a tile of products by wgmma: what fits in bf16 */
+    MOE_MIDDLE = 64, /* the same where experts have fewer */
+    MOE_FEW = 32,    /* or few */
     MOE_CODES = 224, /* the same of products of codes: what fits in registers */
     MOE_NARROW = 32  /* and for few pairs an expert */
 };
@@ -71,7 +73,7 @@ int moe_product_nvfp4(struct kern_stream *s, const struct moe_product *p);
 int moe_product_fp8(struct kern_stream *s, const struct moe_product *p);
 int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
 /* The same bits by wgmma, where there is: 4-bit weights with 16 bytes of scales or a multiple to a
- * row, x1 NULL, rows a multiple of 8, tiles of MOE_WIDE pairs. */
+ * row, x1 NULL, rows a multiple of 8, tiles of MOE_FEW, MOE_MIDDLE or MOE_WIDE pairs. */
 int moe_product_wide(struct kern_stream *s, const struct moe_product *p);
 /* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_NARROW (_e4m3) or MOE_CODES
  * pairs; mxfp4 placed for it. Other bits than the above, the same at every number of pairs. */

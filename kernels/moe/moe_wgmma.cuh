@@ -54,7 +54,14 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         X_BYTES = PIECES * N * 128,
         SCALES_AT = X_BYTES + WG_M * ROW,
         STAGE = (SCALES_AT + SCALE_BYTES + 1023) / 1024 * 1024,
-        PER_SM = N > 32 ? 1 : 2, /* blocks meant to share a multiprocessor */
+        /* Blocks meant to share a multiprocessor: warps wait for each of their instructions, so there
+         * are sixteen of consumers where sums leave registers for them. */
+        PER_SM = N > 64 ? 1 : 2,
+        /* Registers of a thread that multiplies, fetches: 504 of three, or 240, where codes need no
+         * more than 80. */
+        MOVED = PER_SM == 1 || !E4M3,
+        MULTIPLIES = PER_SM == 1 ? 232 : 96,
+        FETCHES = PER_SM == 1 ? 40 : 48,
         /* Beside the stages: what a block costs the machine, the ring's alignment, and the kernel's
          * tmp, told and barriers. */
         OTHER = 1024 + 1024 + WG_CONSUMERS * WG / 32 * 512 +
@@ -457,15 +464,31 @@ static __device__ __forceinline__ void wg_widen_tile(const struct moe_product &p
                                                      const struct wg_rows &rows, int n,
                                                      float (&total)[WG_SUMS(N)])
 {
-    switch ((n + 31) / 32) {
-    case 1: wg_widen<F, N, 32>(p, r, rows, total); break;
-    case 2: wg_widen<F, N, 64>(p, r, rows, total); break;
-    case 3: wg_widen<F, N, 96>(p, r, rows, total); break;
-    case 4: wg_widen<F, N, 128>(p, r, rows, total); break;
-    case 5: wg_widen<F, N, 160>(p, r, rows, total); break;
-    case 6: wg_widen<F, N, 192>(p, r, rows, total); break;
-    case 7: wg_widen<F, N, 224>(p, r, rows, total); break;
-    default: wg_widen<F, N, 256>(p, r, rows, total); break;
+    if constexpr (N == MOE_FEW) {
+        switch ((n + 7) / 8) {
+        case 1: wg_widen<F, N, 8>(p, r, rows, total); break;
+        case 2: wg_widen<F, N, 16>(p, r, rows, total); break;
+        case 3: wg_widen<F, N, 24>(p, r, rows, total); break;
+        default: wg_widen<F, N, 32>(p, r, rows, total); break;
+        }
+    } else if constexpr (N == MOE_MIDDLE) {
+        switch ((n + 15) / 16) {
+        case 1: wg_widen<F, N, 16>(p, r, rows, total); break;
+        case 2: wg_widen<F, N, 32>(p, r, rows, total); break;
+        case 3: wg_widen<F, N, 48>(p, r, rows, total); break;
+        default: wg_widen<F, N, 64>(p, r, rows, total); break;
+        }
+    } else {
+        switch ((n + 31) / 32) {
+        case 1: wg_widen<F, N, 32>(p, r, rows, total); break;
+        case 2: wg_widen<F, N, 64>(p, r, rows, total); break;
+        case 3: wg_widen<F, N, 96>(p, r, rows, total); break;
+        case 4: wg_widen<F, N, 128>(p, r, rows, total); break;
+        case 5: wg_widen<F, N, 160>(p, r, rows, total); break;
+        case 6: wg_widen<F, N, 192>(p, r, rows, total); break;
+        case 7: wg_widen<F, N, 224>(p, r, rows, total); break;
+        default: wg_widen<F, N, 256>(p, r, rows, total); break;
+        }
     }
 }
 
@@ -632,12 +655,12 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
     r.at += (1024 - dev_shared(shared) % 1024) % 1024;
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group == WG_CONSUMERS) {
-        if (N > 32) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (S::MOVED) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::FETCHES));
         const int warp = wg_uniform((int)threadIdx.x % WG / 32);
         if (warp == 0 && threadIdx.x % 32 == 0) wg_produce<F, E4M3, N>(p, maps, r, items);
         if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, items);
     } else {
-        if (N > 32) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        if (S::MOVED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
         wg_consume_all<F, E4M3, N>(p, r, t, told, items, group,
                                    tmp + (E4M3 ? 0 : threadIdx.x / 32 * 32));
     }

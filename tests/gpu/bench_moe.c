@@ -124,7 +124,7 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
     double distinct = 0;
     snprintf(label, sizeof label, "%s%s", name, x->codes ? " codes" : "");
     const bool wide =
-        x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K > 24 * E && !x->codes;
+        x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K >= 5 * E && !x->codes;
     bool wanted = bench_wants(b, label);
     snprintf(label, sizeof label, "%s wgmma", name);
     if (wide) wanted |= bench_wants(b, label);
@@ -376,7 +376,9 @@ int main(int argc, char **argv)
         run_moe(&b, &x, "moe_mxfp4", 32, false, "<= 1.35 x (570 us)");
         run_moe(&b, &x, "moe_mxfp4", 128, false, "<= 1.35 x (1020 us)");
         run_moe(&b, &x, "moe_mxfp4", 128, true, NULL);
+        run_moe(&b, &x, "moe_mxfp4", 256, false, NULL);
         run_moe(&b, &x, "moe_mxfp4", 512, false, NULL);
+        run_moe(&b, &x, "moe_mxfp4", 512, true, NULL);
         run_moe(&b, &x, "moe_mxfp4", 1024, false, NULL);
         run_moe(&b, &x, "moe_mxfp4", 2048, false, NULL);
         run_moe(&b, &x, "moe_mxfp4", MAX_T, false, codes ? ">= 850 TFLOP/s" : ">= 480 TFLOP/s");
@@ -386,6 +388,7 @@ int main(int argc, char **argv)
     if (bench_wants(&b, "moe_nvfp4 wgmma") || bench_wants(&b, "moe_nvfp4 w4a4")) {
         place(&b, &x, KERN_W_NVFP4, false);
         run_moe(&b, &x, "moe_nvfp4", 32, false, "<= 1.35 x");
+        run_moe(&b, &x, "moe_nvfp4", 512, false, NULL);
         run_moe(&b, &x, "moe_nvfp4", MAX_T, false, ">= 480 TFLOP/s");
         x.aq = KERN_AQ_NVFP4;
         run_moe(&b, &x, "moe_nvfp4 w4a4", 32, false, "<= 1.35 x");

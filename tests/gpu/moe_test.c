@@ -439,8 +439,7 @@ static void test_moe__infinite_rows_stay_alone(void **state)
 }
 
 #ifdef TOW_CUDA
-/* Tiles of every width and more than one of an expert's; fewer pairs than 24 of each are not
- * wide. */
+/* Tiles of every size and width, and more than one of an expert's. */
 static const struct shape wide_shapes[] = {
     {"mxfp4 many", KERN_W_MXFP4, KERN_AQ_A128, 64, 6, 4096, 2048, 1700, false, false, 0},
     {"mxfp4 skewed", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 2500, true, false, 0},
@@ -448,6 +447,9 @@ static const struct shape wide_shapes[] = {
     {"mxfp4 small tiles", KERN_W_MXFP4, KERN_AQ_A128, 32, 4, 1024, 512, 300, true, false, 0},
     {"mxfp4 broad", KERN_W_MXFP4, KERN_AQ_A128, 8, 2, 7168, 3072, 250, false, false, 0},
     {"nvfp4", KERN_W_NVFP4, KERN_AQ_A128, 32, 6, 4096, 2048, 700, false, false, 0},
+    {"mxfp4 fewer", KERN_W_MXFP4, KERN_AQ_A128, 256, 6, 4096, 2048, 500, true, false, 0},
+    {"mxfp4 a handful", KERN_W_MXFP4, KERN_AQ_A128, 64, 4, 7168, 3072, 90, false, false, 0},
+    {"nvfp4 fewer", KERN_W_NVFP4, KERN_AQ_NONE, 16, 2, 1280, 768, 120, true, false, 0},
     {"nvfp4 parts of tiles", KERN_W_NVFP4, KERN_AQ_NONE, 8, 2, 1280, 768, 250, true, false, 0},
 };
 enum { N_WIDE = sizeof wide_shapes / sizeof *wide_shapes };
