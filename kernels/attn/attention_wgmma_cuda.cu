@@ -13,6 +13,8 @@
  * in their order:
  *     first    scores 0 | weights 0 |  V 0   V 1  | scores 2 ...
  *     second   scores 1 | weights 1 |  V 0 | V 1  | scores 3 ...
+ * Where keys are widened in their tiles, tile 1 comes late, and the second sums V 0 before the
+ * scores of 1, so that tile 2 has its room sooner.
  * Queries come by the copy engine; the output goes through the half of the last tile that its group
  * alone still reads, or, turned back and in the order of slots (attend), to memory as threads have
  * it.
@@ -28,7 +30,7 @@
  *          keys, 1.3 ms) and the unit is active 63 % of them. What a tile goes through before its
  *          slot is filled again binds, twice over for two slots: copies 1300 cycles, scores 1700
  *          (1024 alone), weights 900, from one group to the other 700, the other's sums 900.
- *          Widening in the tile it takes 5400.
+ *          Widening in the tile it takes 5000.
  */
 #include "kernels/attn/attention_slots.cuh"
 #include "kernels/attn/attention_warp.cuh"
@@ -752,6 +754,24 @@ static __device__ __forceinline__ void consume(const struct attn_job &j, bool wi
                     add(sh, other, group, theirs, true, o);
                     add_done(sh, other, group, !more, o);
                 }
+            } else if (!wide) {
+                others_wait(sh, other, group, use0 % 2);
+                bar_wait(&sh->made[other], use0 % 2);
+                follow(sh, other, c, f);
+                if (i) rescale(f[0], f[1], o);
+                add(sh, other, group, theirs, i > 0, o);
+                add_done(sh, other, group, !two, o);
+                if (two) {
+                    scores(sh, own, use1 % 2, s);
+                    if (i + 3 >= tiles) arrive(&sh->q_empty);
+                    weigh((i + 1) * KEY_ROWS, row.n, factor, s, &w);
+                    join(&w, c, f);
+                    group_meet(group);
+                    publish(sh, own, ours, w.p, c);
+                    rescale(f[0], f[1], o);
+                    add(sh, own, group, w.p, true, o);
+                    add_done(sh, own, group, !more, o);
+                }
             } else {
                 if (two) {
                     scores(sh, own, use1 % 2, s);
@@ -764,15 +784,11 @@ static __device__ __forceinline__ void consume(const struct attn_job &j, bool wi
                 if (i) rescale(f[0], f[1], o);
                 if (two) {
                     join(&w, c, f);
-                    if (wide) publish(sh, own, ours, w.p, c); /* the other group waits for it */
+                    publish(sh, own, ours, w.p, c); /* the other group waits for it */
                 }
                 add(sh, other, group, theirs, i > 0, o);
                 add_done(sh, other, group, !two, o);
                 if (two) {
-                    if (!wide) {
-                        group_meet(group);
-                        publish(sh, own, ours, w.p, c);
-                    }
                     rescale(f[0], f[1], o);
                     add(sh, own, group, w.p, true, o);
                     add_done(sh, own, group, !more, o);
