@@ -62,7 +62,7 @@ static __device__ __forceinline__ void fetch_x(const struct moe_product &p,
 {
     using S = codes_shape<F>;
     const int n_kb = p.kp / 128;
-    for (int at = items.at; at < items.n; at += items.step) {
+    for (int at = items.at, step = items.step; at < items.n; at += step, step = items.two - step) {
         const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
         const int part = wg_part(items, at), eights = (tile.n + 7) / 8;
@@ -94,7 +94,7 @@ static __device__ __forceinline__ void fetch_codes(const struct moe_product &p,
 {
     using S = codes_shape<KERN_W_MXFP4>;
     const int n_kb = p.kp / 128;
-    for (int at = items.at; at < items.n; at += items.step) {
+    for (int at = items.at, step = items.step; at < items.n; at += step, step = items.two - step) {
         const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
         const int part = wg_part(items, at);
@@ -124,7 +124,7 @@ static __device__ __forceinline__ void fetch_codes(const struct moe_product &p,
  */
 static __device__ __forceinline__ void convert_codes(const struct moe_product &p, struct wg_ring r,
                                                      struct wg_ring raw, struct wg_told t,
-                                                     const tell *told, const struct wg_items &items)
+                                                     const tell *told)
 {
     using S = codes_shape<KERN_W_MXFP4>;
     enum { EACH = CONSUMERS / S::CONVERTERS };
@@ -134,7 +134,7 @@ static __device__ __forceinline__ void convert_codes(const struct moe_product &p
 #pragma unroll
     for (int i = 0; i < EACH * 2; i++)
         place[i / 2][i % 2] = wg_place<true>(p.up, warp + i / 2, i % 2);
-    for (int at = items.at; at < items.n; at += items.step) {
+    for (;;) {
         const tell &now = told[t.slot];
         bar_wait(t.there + t.slot, t.phase);
         __syncwarp();
@@ -196,7 +196,7 @@ static __device__ __forceinline__ void find_scales(const struct moe_product &p, 
 {
     using S = codes_shape<KERN_W_FP8>;
     const int m = threadIdx.x % 2, n_kb = p.kp / 128;
-    for (int at = items.at; at < items.n; at += items.step) {
+    for (int at = items.at, step = items.step; at < items.n; at += step, step = items.two - step) {
         const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
         const int row = wg_part(items, at) * (p.up ? 64 : WG_M),
@@ -305,11 +305,10 @@ static __device__ __forceinline__ void multiply(int n_kb, struct wg_ring *r, con
 
 template <enum kern_wfmt F>
 static __device__ __forceinline__ void consume(const struct moe_product &p, struct wg_ring r,
-                                               struct wg_told t, const tell *told,
-                                               const struct wg_items &items, int group)
+                                               struct wg_told t, const tell *told, int group)
 {
     const int lane = threadIdx.x % 32, n_kb = p.kp / 128;
-    for (int i = items.at; i < items.n; i += items.step) {
+    for (;;) {
         const tell &now = told[t.slot];
         bar_wait(t.there + t.slot, t.phase);
         __syncwarp();
@@ -345,7 +344,7 @@ static __device__ __forceinline__ void consume(const struct moe_product &p, stru
 #undef MULTIPLY
         }
         static_assert((int)COLUMNS == 14 * 16, "the widest of above");
-        const int part = wg_part(items, i);
+        const int part = now.part;
         if (p.up)
             wg_store_codes<COLUMNS, true>(p, now, n, part, group, place, total);
         else
@@ -380,24 +379,23 @@ static __global__ void __launch_bounds__(THREADS, 1)
         bar_init_done();
     }
     cluster_meet();
+    cuda_await();
+    cuda_hurry();
     struct wg_ring r = {shared, full, empty, 0, 0};
     r.at += (1024 - dev_shared(shared) % 1024) % 1024;
     const struct wg_ring raw = {r.at + S::S * S::STAGE, raw_full, raw_empty, 0, 0};
     const struct wg_told t = {there, read, 0, 0};
-    const struct wg_items items = {(int)blockIdx.x / PAIR,
-                                   (int)gridDim.x / PAIR,
-                                   p.plan.max_tiles * row_pairs,
-                                   row_pairs,
-                                   PAIR,
-                                   cluster_rank()};
+    const struct wg_items items =
+        wg_turns((int)blockIdx.x / PAIR, (int)gridDim.x / PAIR, p.plan.max_tiles * row_pairs,
+                 row_pairs, PAIR, cluster_rank());
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group < WG_CONSUMERS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
-        consume<F>(p, r, t, told, items, group);
+        consume<F>(p, r, t, told, group);
     } else if (group == WG_CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::CONVERTS));
         if constexpr (S::CONVERTED)
-            convert_codes(p, r, raw, t, told, items);
+            convert_codes(p, r, raw, t, told);
         else if (wg_uniform((int)threadIdx.x / 32) == CONSUMERS)
             find_scales(p, r, items);
     } else {
@@ -427,17 +425,19 @@ template <enum kern_wfmt F> static int launch(struct kern_stream *s, const struc
     const int64_t items = (int64_t)p->plan.max_tiles * row_pairs, most = s->n_sm / PAIR;
     if (items > INT32_MAX / 2) return TOW_EINVAL;
     CUDA_SHARED(codes_kernel<F>, S::BYTES);
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = PAIR;
-    cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute attrs[2] = {};
+    attrs[0].id = cudaLaunchAttributeClusterDimension;
+    attrs[0].val.clusterDim.x = PAIR;
+    attrs[0].val.clusterDim.y = attrs[0].val.clusterDim.z = 1;
+    attrs[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attrs[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t c = {};
     c.gridDim = dim3((unsigned)(items < most ? items : most) * PAIR);
     c.blockDim = dim3(THREADS);
     c.dynamicSmemBytes = S::BYTES;
     c.stream = s->cu;
-    c.attrs = &cluster;
-    c.numAttrs = 1;
+    c.attrs = attrs;
+    c.numAttrs = cuda_early_launches ? 2 : 1;
     cudaLaunchKernelEx(&c, codes_kernel<F>, *p, maps, row_pairs);
     return cuda_done(s, "moe");
 }

@@ -5,7 +5,7 @@
  *               the others: x quantized and prepared (rows of pairs need the plan: launches of
  *               their own)
  *     product   gate and up, the activation, times the routing weight                (moe_product)
- *     rows      that, quantized and prepared
+ *     rows      that, quantized and prepared; of products of codes, the activation first
  *     product   down
  *     combine   each row's pairs in ascending expert id
  *
@@ -33,7 +33,14 @@ int cuda_wide_experts = 5;
 enum { MIDDLE_FROM = 22, WIDE_FROM = 96 };
 
 static const unsigned ALL = 0xffffffffu;
-enum { THREADS = 256, WARPS = THREADS / 32, PLAN_WARPS = 32 /* at most */ };
+enum {
+    THREADS = 256,
+    WARPS = THREADS / 32,
+    PLAN_WARPS = 32, /* at most */
+    SORT_AHEAD = 24,
+    SORT_WARPS = 8,  /* whose counts of an expert are fetched at once */
+    SORT_TILES = 128 /* pairs of a tile: where there are many, their order matters */
+};
 
 /* ------------------------------------------------------------------ plan */
 
@@ -68,12 +75,32 @@ static __device__ __forceinline__ int32_t expert_of(const int32_t *experts, int3
     return e >= 0 && e < E ? e : -1;
 }
 
+/* Tiles by size, largest first, in steps of what a product of codes rounds widths up to: then blocks
+ * that take them in turn are done at the same time. Which of one size comes first is left open. */
+static __device__ __forceinline__ void sort_tiles(const struct moe_plan &plan, int32_t n)
+{
+    enum { STEP = 16, SIZES = 256 / STEP + 1 };
+    __shared__ int32_t count[SIZES];
+    if (plan.tokens < SORT_TILES || n > (int32_t)blockDim.x) return;
+    if (threadIdx.x < SIZES) count[threadIdx.x] = 0;
+    __syncthreads(); /* tiles are there, too */
+    const bool mine = (int32_t)threadIdx.x < n;
+    struct moe_tile tile = {0, 0, 0};
+    if (mine) tile = plan.tiles[threadIdx.x];
+    const int32_t size = (tile.n + STEP - 1) / STEP;
+    const int32_t at = mine ? atomicAdd(count + size, 1) : 0;
+    __syncthreads();
+    int32_t before = at;
+    for (int32_t i = size + 1; i < SIZES; i++) before += count[i];
+    if (mine) plan.tiles[before] = tile;
+}
+
 /* A warp owns a stretch of pairs; hist[warp][expert] counts, then says where its next one goes.
  * Which of a warp's pairs of one expert comes first is left open: no bit of a result depends on it.
- * Pairs are read SORT_AHEAD at a time, for the memory's latency. */
-enum { SORT_AHEAD = 8 };
+ * Pairs are read SORT_AHEAD at a time, for the memory's latency. Unless `listed`, plan.order gets
+ * places without a pair only. */
 static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_t n, int32_t E,
-                                                  const struct moe_plan &plan)
+                                                  const struct moe_plan &plan, bool listed)
 {
     extern __shared__ int32_t hist[];
     __shared__ int32_t room[2][32];
@@ -96,10 +123,15 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
     for (int32_t e0 = 0; e0 < E; e0 += (int32_t)blockDim.x) {
         const int32_t e = e0 + (int32_t)threadIdx.x;
         int32_t count = 0;
-        for (int w = 0; w < warps && e < E; w++) {
-            const int32_t c = hist[(int64_t)w * E + e];
-            hist[(int64_t)w * E + e] = count;
-            count += c;
+        for (int w0 = 0; w0 < warps && e < E; w0 += SORT_WARPS) {
+            int32_t c[SORT_WARPS];
+#pragma unroll
+            for (int w = 0; w < SORT_WARPS; w++) c[w] = w0 + w < warps ? hist[(w0 + w) * E + e] : 0;
+#pragma unroll
+            for (int w = 0; w < SORT_WARPS; w++) {
+                if (w0 + w < warps) hist[(w0 + w) * E + e] = count;
+                count += c[w];
+            }
         }
         const int32_t n_tiles = (count + plan.tokens - 1) / plan.tokens;
         const int32_t places = (count + plan.align - 1) / plan.align * plan.align;
@@ -107,16 +139,25 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
         block_scan(&first, &tile, &sum_pairs, &sum_tiles, room);
         first += pairs, tile += tiles;
         pairs += sum_pairs, tiles += sum_tiles;
-        for (int w = 0; w < warps && e < E; w++) hist[(int64_t)w * E + e] += first;
+        for (int w0 = 0; w0 < warps && e < E; w0 += SORT_WARPS) {
+            int32_t c[SORT_WARPS];
+#pragma unroll
+            for (int w = 0; w < SORT_WARPS; w++) c[w] = w0 + w < warps ? hist[(w0 + w) * E + e] : 0;
+#pragma unroll
+            for (int w = 0; w < SORT_WARPS; w++)
+                if (w0 + w < warps) hist[(w0 + w) * E + e] = c[w] + first;
+        }
         for (int32_t i = 0; i < n_tiles; i++) {
             const int32_t at = i * plan.tokens;
             plan.tiles[tile + i] = {e, first + at,
                                     count - at < plan.tokens ? count - at : plan.tokens};
         }
+        for (int32_t i = count; i < places; i++) plan.order[first + i] = -1;
     }
     if (threadIdx.x == 0) *plan.n_pairs = pairs;
     for (int32_t i = tiles + (int32_t)threadIdx.x; i < plan.max_tiles; i += (int32_t)blockDim.x)
         plan.tiles[i] = {0, 0, 0};
+    sort_tiles(plan, tiles);
     __syncthreads();
     for (int32_t i0 = begin; i0 < end; i0 += 32 * SORT_AHEAD) {
         int32_t e[SORT_AHEAD];
@@ -126,7 +167,7 @@ static __device__ __forceinline__ void sort_pairs(const int32_t *experts, int32_
         for (int u = 0; u < SORT_AHEAD; u++) {
             const int32_t i = i0 + u * 32 + lane, at = e[u] >= 0 ? atomicAdd(mine + e[u], 1) : -1;
             if (i < end) plan.place[i] = at;
-            if (at >= 0 && plan.order) plan.order[at] = i;
+            if (at >= 0 && listed) plan.order[at] = i;
         }
     }
 }
@@ -295,8 +336,10 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-/* A block has a row, a half of a warp 128 values of it at a time, a lane the two words that lie side
- * by side in an image. Values wait for the row's largest as they came, for registers. */
+/* A block has a row of the batch, a half of a warp 128 values of it at a time, a lane the two words
+ * that lie side by side in an image. Values wait for the row's largest as they came, for registers.
+ * The row is read and quantized while pairs are sorted: the plan, which lets this kernel begin, has
+ * itself waited for what made x. */
 enum {
     IMAGE_PASSES = 4,
     IMAGE_WARP = IMAGE_PASSES * 256, /* values of a warp */
@@ -309,12 +352,8 @@ static __global__ void __launch_bounds__(32 * IMAGE_WARPS)
     __shared__ uint32_t most[IMAGE_WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, piece = lane % 8,
               t = lane % 16 / 8 * 2;
-    const int32_t n_kb = p.kp / 128, kb0 = warp * (IMAGE_PASSES * 2) + lane / 16,
-                  n = p.slots ? p.slots : 1;
-    const int32_t *places;
-    const int64_t row = image_row(p, blockIdx.x, warp == 0, &places);
-    if (row < 0) return;
-    const uint16_t *x = p.x + row * p.k;
+    const int32_t n_kb = p.kp / 128, kb0 = warp * (IMAGE_PASSES * 2) + lane / 16;
+    const uint16_t *x = p.x + (int64_t)blockIdx.x * p.k;
     uint2 v[IMAGE_PASSES][2];
 #pragma unroll
     for (int b = 0; b < IMAGE_PASSES; b++)
@@ -340,7 +379,11 @@ static __global__ void __launch_bounds__(32 * IMAGE_WARPS)
             kern_float(w.y << 16) * inverse, kern_float(w.y & 0xffff0000u) * inverse};
         w.x = dev_codes4(u);
     }
-    for (int32_t i = 0; i < n; i++) {
+    const int32_t *places;
+    cuda_await();
+    cuda_hurry();
+    image_row(p, blockIdx.x, warp == 0, &places);
+    for (int32_t i = 0; i < p.slots; i++) {
         const int32_t place = places[i];
         if (place < 0) continue;
         uint8_t *out =
@@ -354,12 +397,109 @@ static __global__ void __launch_bounds__(32 * IMAGE_WARPS)
     }
 }
 
+/* The same of activations that gates have yet to make (moe_wgmma.cuh, Gates): a block has eight
+ * places, a thread sixteen values of one of them at a time, which lie side by side in an image. */
+struct gated {
+    const uint32_t *gates; /* [room / 8][k / 8][64] */
+    const float *x_scale;  /* [room]: of the rows of x that they are products with */
+    const float *weights;  /* of pairs */
+    float limit;
+};
+enum {
+    GATED_PASSES = 4,
+    GATED_THREADS = 1024,
+    GATED_WIDTH = GATED_THREADS * GATED_PASSES * 2 /* at most */
+};
+static __device__ __forceinline__ uint32_t gate2(uint32_t a, uint32_t b, float scale, float limit,
+                                                 float weight)
+{
+    const float y[2] = {
+        dev_gate_near(kern_float(a << 16) * scale, kern_float(a & 0xffff0000u) * scale, limit) *
+            weight,
+        dev_gate_near(kern_float(b << 16) * scale, kern_float(b & 0xffff0000u) * scale, limit) *
+            weight};
+    const __nv_bfloat162 two = __floats2bfloat162_rn(y[0], y[1]);
+    uint32_t u;
+    memcpy(&u, &two, 4);
+    return u;
+}
+static __global__ void __launch_bounds__(GATED_THREADS)
+    image_gated_kernel(const __grid_constant__ struct image p,
+                       const __grid_constant__ struct gated q)
+{
+    __shared__ uint32_t most[GATED_THREADS / 32][8];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = lane % 2, i = lane / 2 % 8,
+              quad = lane / 16;
+    /* Last tiles first: these the first product has just made, and the second reads them last. */
+    const int32_t block = (int32_t)(gridDim.x - 1 - blockIdx.x), each = p.plan.tokens / 8;
+    cuda_await();
+    const struct moe_tile tile = p.plan.tiles[block / each];
+    const int32_t first = tile.first + block % each * 8, place = first + i;
+    if (block % each * 8 >= tile.n) return;
+    const int32_t pair = p.plan.order[place];
+    const float weight = pair < 0 ? 0.0f : q.weights[pair], x = pair < 0 ? 0.0f : q.x_scale[place];
+    const uint32_t *from = q.gates + (int64_t)first * p.k + i % 2 * 32 + i / 2 * 8 + half * 4;
+    uint32_t v[GATED_PASSES][8];
+    __nv_bfloat162 m = __float2bfloat162_rn(0.0f);
+    /* A pass of a warp: half of 128 values, pieces quad * 2 + half + (0 or 4) of 16 values. */
+#pragma unroll
+    for (int b = 0; b < GATED_PASSES; b++) {
+        const int32_t at = warp * GATED_PASSES + b, kb = at / 2, eight = at % 2 * 2 + quad;
+        if (kb * 128 >= p.k) break;
+        uint4 a[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+            a[t] = __ldcs((const uint4 *)(from + (int64_t)(kb * 16 + t * 4 + eight) * 64));
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            v[b][t * 2] = gate2(a[t].x, a[t].y, x, q.limit, weight);
+            v[b][t * 2 + 1] = gate2(a[t].z, a[t].w, x, q.limit, weight);
+            m = larger2(larger2(m, v[b][t * 2]), v[b][t * 2 + 1]);
+        }
+    }
+    uint32_t here = kern_bits(fmaxf(__low2float(m), __high2float(m)));
+    here = max(here, __shfl_xor_sync(ALL, here, 1));
+    here = max(here, __shfl_xor_sync(ALL, here, 16));
+    if (lane % 2 == 0 && lane < 16) most[warp][i] = here;
+    __syncthreads();
+    cuda_hurry();
+    for (int w = 0; w < (int)blockDim.x / 32; w++) here = max(here, most[w][i]);
+    const uint8_t c = kern_e4m3_scale_code(kern_float(here));
+    const float inverse = kern_ue8m0_inverse(c);
+#pragma unroll
+    for (int b = 0; b < GATED_PASSES; b++) {
+        const int32_t at = warp * GATED_PASSES + b, kb = at / 2,
+                      piece = at % 2 * 4 + quad * 2 + half;
+        if (kb * 128 >= p.k) break;
+        uint32_t w[4];
+#pragma unroll
+        for (int t = 0; t < 4; t++) {
+            const float u[4] = {kern_float(v[b][t * 2] << 16) * inverse,
+                                kern_float(v[b][t * 2] & 0xffff0000u) * inverse,
+                                kern_float(v[b][t * 2 + 1] << 16) * inverse,
+                                kern_float(v[b][t * 2 + 1] & 0xffff0000u) * inverse};
+            w[t] = dev_codes4(u);
+        }
+        *(uint4 *)(p.out + ((int64_t)kb * p.plan.room + place) * 128 + (piece ^ i) * 16) =
+            make_uint4(w[0], w[1], w[2], w[3]);
+    }
+    if (threadIdx.x < 16 && half == 0) p.scale[place] = kern_ue8m0_decode(c);
+}
+
+static void launch_gated(struct kern_stream *s, const struct image *p, const struct gated *q)
+{
+    const unsigned threads = (unsigned)cuda_ceil(p->kp, 64 * GATED_PASSES) * 32;
+    cuda_launch_early(s, image_gated_kernel,
+                      dim3((unsigned)(p->plan.max_tiles * (p->plan.tokens / 8))), threads, 0, *p,
+                      *q);
+}
+
 static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3, int64_t n)
 {
     const int64_t warps = n * cuda_ceil(p->kp / 128, IMAGE_BLOCKS);
     if (e4m3)
-        image_e4m3_kernel<<<(unsigned)n, (unsigned)cuda_ceil(p->kp, IMAGE_WARP) * 32, 0, s->cu>>>(
-            *p);
+        cuda_launch_early(s, image_e4m3_kernel, dim3((unsigned)n),
+                          (unsigned)cuda_ceil(p->kp, IMAGE_WARP) * 32, 0, *p);
     else
         image_bf16_kernel<<<(unsigned)cuda_ceil(warps, WARPS), THREADS, 0, s->cu>>>(*p, n);
 }
@@ -367,10 +507,12 @@ static void launch_image(struct kern_stream *s, const struct image *p, bool e4m3
 /* The first block sorts; the others prepare the n_rows rows of x, which do not wait for that. */
 static __global__ void __launch_bounds__(32 * PLAN_WARPS)
     plan_kernel(const int32_t *experts, int32_t n, int32_t E, const __grid_constant__ struct rows x,
-                int64_t n_rows)
+                int64_t n_rows, bool listed)
 {
+    cuda_await();
+    cuda_hurry();
     if (blockIdx.x == 0) {
-        sort_pairs(experts, n, E, x.plan);
+        sort_pairs(experts, n, E, x.plan, listed);
         return;
     }
     const int64_t at = (int64_t)(blockIdx.x - 1) * (blockDim.x / 32) + threadIdx.x / 32;
@@ -395,9 +537,10 @@ static int make_plan(struct kern_stream *s, const struct kern_moe *p, int32_t to
     return 0;
 }
 
-/* Enqueues the plan, and n_rows rows of x (of the batch, not of pairs). */
+/* Enqueues the plan, and n_rows rows of x (of the batch, not of pairs). Pairs are listed there or
+ * where x becomes images. */
 static void launch_plan(struct kern_stream *s, const struct kern_moe *p, const struct rows *x,
-                        int64_t n_rows)
+                        int64_t n_rows, bool listed)
 {
     const int64_t n = (int64_t)p->T * p->k;
     int warps = (int)((s->max_shared - 1024) / 4 / p->E);
@@ -405,14 +548,16 @@ static void launch_plan(struct kern_stream *s, const struct kern_moe *p, const s
     if (warps > 4 && warps > cuda_ceil(n, 32)) warps = n > 128 ? (int)cuda_ceil(n, 32) : 4;
     const unsigned blocks = 1 + (unsigned)cuda_ceil(n_rows * (x->kp / 128), warps);
     CUDA_SHARED(plan_kernel, s->max_shared - 1024);
-    plan_kernel<<<blocks, (unsigned)warps * 32, (size_t)warps *(size_t)p->E * 4, s->cu>>>(
-        p->experts, (int32_t)n, p->E, *x, n_rows);
+    cuda_launch_early(s, plan_kernel, dim3(blocks), (unsigned)warps * 32,
+                      (size_t)warps * (size_t)p->E * 4, p->experts, (int32_t)n, p->E, *x, n_rows,
+                      listed);
 }
 
 /* ------------------------------------------------------------------ combine */
 
 struct combine {
-    const void *z; /* [n_pairs, D] act */
+    const void *z;      /* [n_pairs, D] act */
+    const float *scale; /* NULL, or [n_pairs]: powers of two, of rows of z, which is bf16 */
     struct moe_plan plan;
     const int32_t *experts;
     float *out; /* [T, D] */
@@ -423,12 +568,14 @@ struct combine {
 static __global__ void __launch_bounds__(THREADS)
     combine_kernel(const __grid_constant__ struct combine p)
 {
-    extern __shared__ int32_t
-        list[]; /* [k] places of the row's pairs, ascending expert, then slot */
+    /* [k] places of the row's pairs, ascending expert, then slot; [k] their scales */
+    extern __shared__ int32_t list[];
+    float *scale = (float *)(list + p.k);
     __shared__ int32_t n;
     const int64_t t = blockIdx.x;
     const int32_t *experts = p.experts + t * p.k, *place = p.plan.place + t * p.k;
     if (threadIdx.x == 0) n = 0;
+    cuda_await();
     __syncthreads();
     for (int32_t i = threadIdx.x; i < p.k; i += THREADS) {
         if (place[i] < 0) continue;
@@ -437,6 +584,7 @@ static __global__ void __launch_bounds__(THREADS)
             rank +=
                 place[j] >= 0 && (experts[j] < experts[i] || (experts[j] == experts[i] && j < i));
         list[rank] = place[i];
+        scale[rank] = p.scale ? p.scale[place[i]] : 1.0f;
         atomicAdd(&n, 1);
     }
     __syncthreads();
@@ -449,7 +597,8 @@ static __global__ void __launch_bounds__(THREADS)
             const uint32_t w[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
             for (int q = 0; q < 8; q++)
-                sum[q] += kern_float(q % 2 ? w[q / 2] & 0xffff0000u : w[q / 2] << 16);
+                sum[q] = fmaf(kern_float(q % 2 ? w[q / 2] & 0xffff0000u : w[q / 2] << 16), scale[i],
+                              sum[q]);
         }
     } else {
         for (int32_t i = 0; i < n; i++)
@@ -466,11 +615,11 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 static void launch_combine(struct kern_stream *s, const struct kern_moe *p,
-                           const struct moe_plan *plan, const void *z)
+                           const struct moe_plan *plan, const void *z, const float *scale)
 {
-    const struct combine c = {z, *plan, p->experts, p->out, p->D, p->k, p->E, p->act};
+    const struct combine c = {z, scale, *plan, p->experts, p->out, p->D, p->k, p->E, p->act};
     const dim3 grid((unsigned)p->T, (unsigned)cuda_ceil(p->D, 8 * THREADS));
-    combine_kernel<<<grid, THREADS, (size_t)p->k * 4, s->cu>>>(c);
+    cuda_launch_early(s, combine_kernel, grid, THREADS, (size_t)p->k * 8, c);
 }
 
 /* ------------------------------------------------------------------ plain dot products */
@@ -601,7 +750,7 @@ static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
     float *x1 = by_pair ? x + n * p->D : x;
     struct rows none = {};
     none.plan = *plan;
-    launch_plan(s, p, &none, 0);
+    launch_plan(s, p, &none, 0, true);
     struct plain_rows r = {p->x, x,       *plan,   p->experts, w1->w, p->D,
                            p->k, by_pair, by_pair, p->act,     p->aq};
     plain_rows_kernel<<<(unsigned)(by_pair ? n : p->T), 32, 0, s->cu>>>(r);
@@ -619,7 +768,7 @@ static int plain_experts(struct kern_stream *s, const struct kern_moe *p,
     plain_kernel<<<dim3((unsigned)n, (unsigned)cuda_ceil(p->D, WARPS)), THREADS, 0, s->cu>>>(q);
     struct kern_moe f = *p;
     f.act = KERN_F32; /* z is: rounded where it must be, but not packed */
-    launch_combine(s, &f, plan, z);
+    launch_combine(s, &f, plan, z, NULL);
     return cuda_done(s, "moe");
 }
 
@@ -661,7 +810,7 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
                      by_pair,
                      by_pair,
                      p->aq};
-    launch_plan(s, p, &r, by_pair ? 0 : p->T);
+    launch_plan(s, p, &r, by_pair ? 0 : p->T, true);
     if (by_pair) launch_rows(s, &r, n);
     uint16_t *x1 = x + n * dp;
     if (by_pair) {
@@ -669,8 +818,7 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
         launch_rows(s, &r, n);
     }
     struct moe_product q = {*plan, *w1,  *w3, x,    by_pair ? x1 : NULL, by_pair,  by_pair, true,
-                            p->I,  p->D, dp,  p->k, p->weights,          p->limit, z,       NULL,
-                            NULL};
+                            p->I,  p->D, dp,  p->k, p->weights,          p->limit, z,       NULL};
     int rc = product(s, &q);
     if (rc < 0) return rc;
     r = {z, y, *plan, p->experts, w2->w, p->I, ip, p->k, true, false, p->aq};
@@ -680,7 +828,7 @@ static int tiled_experts(struct kern_stream *s, const struct kern_moe *p,
     q.rows = p->D, q.k = p->I, q.kp = ip, q.out = z;
     rc = product(s, &q);
     if (rc < 0) return rc;
-    launch_combine(s, p, plan, z);
+    launch_combine(s, p, plan, z, NULL);
     return cuda_done(s, "moe");
 }
 
@@ -693,7 +841,7 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
                   scale = e4m3 ? 4 : 0;
     const int32_t dp = (int32_t)cuda_ceil(p->D, 128) * 128,
                   ip = (int32_t)cuda_ceil(p->I, 128) * 128;
-    const int64_t wide = p->D > p->I ? p->D : p->I;
+    const int64_t made = e4m3 ? 2 * p->I : p->I, wide = p->D > made ? p->D : made;
     uint8_t *x = (uint8_t *)cuda_scratch(s, CUDA_SLOT_ROWS, (size_t)(room * (dp * bytes + scale)));
     uint8_t *y = (uint8_t *)cuda_scratch(s, CUDA_SLOT_OP2, (size_t)(room * (ip * bytes + scale)));
     /* First the activations, which are done with once they are quantized; then the results. */
@@ -702,26 +850,30 @@ static int image_experts(struct kern_stream *s, const struct kern_moe *p,
 
     struct rows none = {};
     none.plan = *plan;
-    none.plan.order = NULL; /* images of x say it */
-    launch_plan(s, p, &none, 0);
-    struct image r = {
-        (const uint16_t *)p->x, x, (float *)(x + room * dp * bytes), *plan, p->D, dp, p->k, p->aq};
+    launch_plan(s, p, &none, 0, false);
+    float *x_scale = (float *)(x + room * dp * bytes), *y_scale = (float *)(y + room * ip * bytes);
+    struct image r = {(const uint16_t *)p->x, x, x_scale, *plan, p->D, dp, p->k, p->aq};
     launch_image(s, &r, e4m3, p->T);
-    struct moe_product q = {*plan, *w1, *w3,  NULL,       NULL,     false, false, true,    p->I,
-                            p->D,  dp,  p->k, p->weights, p->limit, z,     x,     r.scale, p->E};
+    struct moe_product q = {*plan, *w1, *w3,  NULL,       NULL,     false, false, true, p->I,
+                            p->D,  dp,  p->k, p->weights, p->limit, z,     x,     p->E};
     const auto product = !e4m3                       ? moe_product_wide
                          : plan->tokens == MOE_CODES ? moe_product_codes
                                                      : moe_product_e4m3;
     int rc = product(s, &q);
     if (rc < 0) return rc;
-    r = {z, y, (float *)(y + room * ip * bytes), *plan, p->I, ip, 0, p->aq};
-    launch_image(s, &r, e4m3, n);
+    r = {z, y, y_scale, *plan, p->I, ip, 0, p->aq};
+    if (e4m3) {
+        const struct gated g = {(const uint32_t *)z, x_scale, p->weights, p->limit};
+        launch_gated(s, &r, &g);
+    } else {
+        launch_image(s, &r, false, n);
+    }
     q.a = q.b = *w2;
     q.up = false, q.rows = p->D, q.k = p->I, q.kp = ip;
-    q.image = y, q.image_scale = r.scale;
+    q.image = y;
     rc = product(s, &q);
     if (rc < 0) return rc;
-    launch_combine(s, p, plan, z);
+    launch_combine(s, p, plan, z, e4m3 ? y_scale : NULL);
     return cuda_done(s, "moe");
 }
 
@@ -751,7 +903,7 @@ static bool whole_scales(const struct kern_weight *w)
 static bool codes_fit(struct kern_stream *s, const struct kern_moe *p, const struct kern_weight *w)
 {
     return p->aq == KERN_AQ_A128 && p->D % 128 == 0 && p->I % 128 == 0 && p->D <= IMAGE_WIDTH &&
-           p->I <= IMAGE_WIDTH &&
+           p->I <= GATED_WIDTH &&
            (w->fmt == KERN_W_FP8 || (w->fmt == KERN_W_MXFP4 && cuda_placed_e4m3(s, w)));
 }
 

@@ -27,11 +27,11 @@ struct moe_tile {
 /* On the device. */
 struct moe_plan {
     int32_t *n_pairs; /* [1]: places in use */
-    /* [room]: row * k + slot of the pair at a place; written where pairs are sorted, or, then NULL
-     * there, where x becomes images. */
+    /* [room]: row * k + slot of the pair at a place, -1: none; written where pairs are sorted, or,
+     * but for -1, where x becomes images. */
     int32_t *order;
     int32_t *place;         /* [T * k]: where in order, or -1 */
-    struct moe_tile *tiles; /* [max_tiles], those beyond the last have n 0 */
+    struct moe_tile *tiles; /* [max_tiles], large ones by size, those beyond the last have n 0 */
     int32_t max_tiles;      /* of T * k pairs, however they fall */
     int32_t tokens;         /* pairs of a tile */
     int32_t align;          /* an expert's first place is a multiple of it: some stay empty */
@@ -61,9 +61,8 @@ struct moe_product {
     int32_t slots;       /* k of the op */
     const float *weights;
     float limit;
-    uint16_t *out;            /* [room, rows] */
-    const uint8_t *image;     /* by wgmma: instead of x0 */
-    const float *image_scale; /* of codes: [room] */
+    uint16_t *out;        /* [room, rows]; of codes, up: two of each, see moe_wgmma.cuh, Gates */
+    const uint8_t *image; /* by wgmma: instead of x0 */
     int32_t n_experts;
 };
 
@@ -76,7 +75,8 @@ int moe_product_bf16(struct kern_stream *s, const struct moe_product *p);
  * row, x1 NULL, rows a multiple of 8, tiles of MOE_FEW, MOE_MIDDLE or MOE_WIDE pairs. */
 int moe_product_wide(struct kern_stream *s, const struct moe_product *p);
 /* Products of codes by wgmma: rows and k multiples of 128, tiles of MOE_NARROW (_e4m3) or MOE_CODES
- * pairs; mxfp4 placed for it. Other bits than the above, the same at every number of pairs. */
+ * pairs; mxfp4 placed for it. Other bits than the above, the same at every number of pairs; without
+ * the activation and the scales of x's rows. */
 int moe_product_e4m3(struct kern_stream *s, const struct moe_product *p);
 int moe_product_codes(struct kern_stream *s, const struct moe_product *p);
 

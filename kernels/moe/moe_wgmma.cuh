@@ -24,8 +24,12 @@
  *          without scales of x: read for each of a stage's columns by each warp, they cost more of
  *          shared memory than wgmma's own reads leave.
  * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 128 k four instructions of 32, from
- *          zero; total += sum, or of fp8 total = fmaf(sum, scale of the block, total); last times
- *          the scale of the row of x. At any number of columns.
+ *          zero; total += sum, or of fp8 total = fmaf(sum, scale of the block, total), times the
+ *          weight row's power of two. At any number of columns. The scale of the row of x, a power
+ *          of two that changes no digit, is for who reads the result: consumers have no time.
+ * Gates    e4m3: nor have they for the activation, which whoever makes images of it computes. Gate
+ *          and up are two bf16 of a word; of eight places and eight columns the 64 words lie side by
+ *          side, those of even places first, so that a warp stores 128 bytes at once.
  * Exact    e4m3 holds an mxfp4 code times 2^-5 to 2^6: scales count from the largest of their row,
  *          and arrays with wider rows are not placed for this kind (kernels/cuda/place.cu). nvfp4
  *          scales have three bits of their own, which e4m3 cannot hold: bf16 always.
@@ -65,7 +69,7 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         /* Beside the stages: what a block costs the machine, the ring's alignment, and the kernel's
          * tmp, told and barriers. */
         OTHER = 1024 + 1024 + WG_CONSUMERS * WG / 32 * 512 +
-                2 * (16 + COLUMNS * (E4M3 ? 8 : 4) + 16 + WG_M * 8) + 256,
+                2 * (16 + COLUMNS * (E4M3 ? 0 : 4) + 16 + 16 + WG_M * 8) + 256,
         ROOM = (228 * 1024 / PER_SM - OTHER) / STAGE,
         S = ROOM < 8 ? ROOM : 8, /* stages */
         BYTES = S * STAGE + 1024,
@@ -87,11 +91,17 @@ static __device__ __forceinline__ int32_t wg_uniform(int32_t x)
 }
 
 /* Tiles of pairs times parts of the weight rows, by turns of blocks or, `width` neighbouring parts
- * at a time, clusters. */
+ * at a time, clusters. Turns go there and back: tiles come by size (moe_cuda.cu), and who has the
+ * largest of a turn has the smallest of the next. */
 struct wg_items {
-    int at, step, n; /* the first, from one to the next, all */
+    int at, step, two, n; /* the first, to the next, to the one after that, all */
     int parts, width, rank;
 };
+static __device__ __forceinline__ struct wg_items wg_turns(int who, int of, int n, int parts,
+                                                           int width, int rank)
+{
+    return {who, 2 * (of - who) - 1, 2 * of, n, parts, width, rank};
+}
 static __device__ __forceinline__ int wg_part(const struct wg_items &i, int at)
 {
     return at % i.parts * i.width + i.rank;
@@ -121,11 +131,11 @@ template <bool E4M3> static __device__ __forceinline__ int wg_place(bool up, int
 
 /* What a warp looks up for the consumers, two tiles in turn. */
 template <bool E4M3, int N> struct alignas(16) wg_tell {
-    float weight[N];       /* up: of the pairs */
-    float x[E4M3 ? N : 4]; /* e4m3: scales of their rows */
-    float post[WG_M];      /* what sums of a row are multiplied with at the end */
-    int32_t top[WG_M];     /* mxfp4, e4m3 */
+    float weight[E4M3 ? 4 : N]; /* up: of the pairs */
+    float post[WG_M];           /* what sums of a row are multiplied with at the end */
+    int32_t top[WG_M];          /* mxfp4, e4m3 */
     struct moe_tile tile;
+    int part;
 };
 struct wg_told {
     uint64_t *there, *read; /* [2] */
@@ -149,7 +159,7 @@ static __device__ __forceinline__ void wg_produce(const struct moe_product &p,
 {
     using S = wg_shape<F, E4M3, N>;
     const int n_kb = p.kp / 128;
-    for (int at = items.at; at < items.n; at += items.step) {
+    for (int at = items.at, step = items.step; at < items.n; at += step, step = items.two - step) {
         const struct moe_tile tile = p.plan.tiles[at / items.parts];
         if (tile.n == 0) break;
         const int part = wg_part(items, at), rows = (tile.n + 7) / 8 * 8;
@@ -181,7 +191,7 @@ static __device__ __forceinline__ void wg_produce(const struct moe_product &p,
     }
 }
 
-/* By one warp, which has read a tile's rows before it waits for room. */
+/* By one warp, which has read a tile's rows before it waits for room. The last one is empty. */
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void
 wg_look_up(const struct moe_product &p, struct wg_told t,
@@ -189,8 +199,9 @@ wg_look_up(const struct moe_product &p, struct wg_told t,
 {
     enum { EACH = WG_M / 32, PAIRS = 4 };
     const int lane = threadIdx.x % 32;
-    for (int at = items.at; at < items.n; at += items.step) {
-        const struct moe_tile tile = p.plan.tiles[at / items.parts];
+    for (int at = items.at, step = items.step;; at += step, step = items.two - step) {
+        const struct moe_tile none = {0, 0, 0},
+                              tile = at < items.n ? p.plan.tiles[at / items.parts] : none;
         const int part = wg_part(items, at);
         auto *out = to + t.slot;
         const struct cuda_weight *w[2] = {&p.a.w[tile.expert], &p.b.w[tile.expert]};
@@ -212,20 +223,17 @@ wg_look_up(const struct moe_product &p, struct wg_told t,
             post[i] = nan_rows[m][there] ? NAN : unit[m];
         }
         bar_wait(t.read + t.slot, t.phase ^ 1);
-        for (int i0 = 0; i0 < tile.n && (p.up || E4M3); i0 += 32 * PAIRS) {
+        for (int i0 = 0; i0 < tile.n && p.up && !E4M3; i0 += 32 * PAIRS) {
             int32_t pair[PAIRS];
-            float x[PAIRS];
 #pragma unroll
             for (int u = 0; u < PAIRS; u++) {
                 const int i = i0 + u * 32 + lane;
-                pair[u] = p.up && i < tile.n ? p.plan.order[tile.first + i] : 0;
-                x[u] = E4M3 && i < tile.n ? p.image_scale[tile.first + i] : 1.0f;
+                pair[u] = i < tile.n ? p.plan.order[tile.first + i] : 0;
             }
 #pragma unroll
             for (int u = 0; u < PAIRS; u++) {
                 const int i = i0 + u * 32 + lane;
-                if (p.up && i < tile.n) out->weight[i] = p.weights[pair[u]];
-                if (E4M3 && i < tile.n) out->x[i] = x[u];
+                if (i < tile.n) out->weight[i] = p.weights[pair[u]];
             }
         }
 #pragma unroll
@@ -236,7 +244,7 @@ wg_look_up(const struct moe_product &p, struct wg_told t,
             }
             out->post[i * 32 + lane] = post[i];
         }
-        if (lane == 0) out->tile = tile;
+        if (lane == 0) out->tile = tile, out->part = part;
         wg_release(t.there + t.slot);
         if (tile.n == 0) break;
         t.slot ^= 1, t.phase ^= t.slot ^ 1;
@@ -549,8 +557,9 @@ wg_store(const struct moe_product &p, const struct wg_tell<false, (N + 31) / 32 
     }
 }
 
-/* The same of codes, of n pairs. Nothing passes through shared memory, which answers late: of down,
- * a thread has two neighbouring rows; of up, it gets the other one from four lanes on. */
+/* The same of codes, of n pairs, without the scale of a row of x. Nothing passes through shared
+ * memory, which answers late. Of up, a pair's gate and up lie as moe_wgmma.cuh says (Gates); of
+ * down, a thread has two neighbouring rows. */
 template <int N, bool UP>
 static __device__ __forceinline__ void
 wg_store_codes(const struct moe_product &p, const struct wg_tell<true, (N + 31) / 32 * 32> &told,
@@ -559,34 +568,26 @@ wg_store_codes(const struct moe_product &p, const struct wg_tell<true, (N + 31) 
     enum { AT_ONCE = 4 /* times eight pairs */ };
     const int lane = threadIdx.x % 32, warp = threadIdx.x % WG / 32, g = lane / 4, c = lane % 4;
     const float post[2] = {told.post[place[0]], told.post[place[1]]};
-    const int col = UP ? part * 64 + group * 32 + warp * 8 + g / 2 * 2
-                       : part * WG_M + group * 64 + warp * 16 + g * 2;
-    const int pair = c * 2 + (UP ? g % 2 : 0);
-    const uint32_t order = UP ? g % 2 ? 0x3276 : 0x5410 : g % 2 ? 0x1032 : 0x3210;
-    const float limit = p.limit;
-    const int64_t ld = p.rows;
-    uint16_t *out = p.out + (told.tile.first + pair) * ld + col;
+    const int col =
+        UP ? part * 64 + group * 32 + warp * 8 : part * WG_M + group * 64 + warp * 16 + g * 2;
+    const uint32_t order = g % 2 ? 0x1032 : 0x3210;
+    const int64_t ld = p.rows, first_place = told.tile.first;
+    uint16_t *out = p.out + (first_place + c * 2) * ld + col;
+    uint32_t *gates = (uint32_t *)p.out + first_place * ld + col * 8 + c * 8 + g;
     if (part * (UP ? 64 : WG_M) >= p.rows) return; /* rows are a multiple of 128 */
 #pragma unroll
     for (int first = 0; first < N; first += AT_ONCE * 8) {
         if (first >= n) break;
 #pragma unroll
-        for (int n0 = first; n0 < first + AT_ONCE * 8; n0 += 8, out += 8 * ld) {
+        for (int n0 = first; n0 < first + AT_ONCE * 8; n0 += 8, out += 8 * ld, gates += 8 * ld) {
             const float *s = total + n0 / 2;
-            const float2 x = *(const float2 *)(told.x + n0 + c * 2);
-            const float v[4] = {s[0] * x.x * post[0], s[1] * x.y * post[0], s[2] * x.x * post[1],
-                                s[3] * x.y * post[1]};
+            const uint32_t one = wg_pack(s[0] * post[0], s[2] * post[1]),
+                           two = wg_pack(s[1] * post[0], s[3] * post[1]);
             if constexpr (UP) {
-                const float2 weight = *(const float2 *)(told.weight + n0 + c * 2),
-                             one = wg_round(v[0], v[2]), two = wg_round(v[1], v[3]);
-                const uint32_t mine = wg_pack(dev_gate_near(one.x, one.y, limit) * weight.x,
-                                              dev_gate_near(two.x, two.y, limit) * weight.y),
-                               other = __shfl_xor_sync(0xffffffffu, mine, 4);
-                if (n0 + pair < n) *(uint32_t *)out = __byte_perm(mine, other, order);
+                if (n0 < n) gates[0] = one, gates[32] = two;
             } else {
-                const uint32_t one = wg_pack(v[0], v[2]), two = wg_pack(v[1], v[3]);
-                if (n0 + pair < n) *(uint32_t *)out = __byte_perm(one, 0, order);
-                if (n0 + pair + 1 < n) *(uint32_t *)(out + ld) = __byte_perm(two, 0, order);
+                if (n0 + c * 2 < n) *(uint32_t *)out = __byte_perm(one, 0, order);
+                if (n0 + c * 2 + 1 < n) *(uint32_t *)(out + ld) = __byte_perm(two, 0, order);
             }
         }
     }
@@ -596,15 +597,14 @@ wg_store_codes(const struct moe_product &p, const struct wg_tell<true, (N + 31) 
 template <enum kern_wfmt F, bool E4M3, int N>
 static __device__ __forceinline__ void
 wg_consume_all(const struct moe_product &p, struct wg_ring r, struct wg_told t,
-               const struct wg_tell<E4M3, wg_shape<F, E4M3, N>::COLUMNS> *told,
-               const struct wg_items &items, int group, uint4 *tmp)
+               const struct wg_tell<E4M3, wg_shape<F, E4M3, N>::COLUMNS> *told, int group,
+               uint4 *tmp)
 {
-    for (int at = items.at; at < items.n; at += items.step) {
+    for (;;) {
         const auto &now = told[t.slot];
-        const int part = wg_part(items, at);
         bar_wait(t.there + t.slot, t.phase);
         __syncwarp();
-        const int n = wg_uniform(now.tile.n);
+        const int n = wg_uniform(now.tile.n), part = now.part;
         if (n == 0) break;
         struct wg_rows rows;
         wg_rows_of<F, E4M3>(p, now, part, &rows);
@@ -648,10 +648,12 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
         bar_init_done();
     }
     __syncthreads();
+    cuda_await();
+    cuda_hurry();
     struct wg_ring r = {shared, full, empty, 0, 0};
     const struct wg_told t = {there, read, 0, 0};
-    const struct wg_items items = {
-        (int)blockIdx.x, (int)gridDim.x, p.plan.max_tiles * row_tiles, row_tiles, 1, 0};
+    const struct wg_items items =
+        wg_turns((int)blockIdx.x, (int)gridDim.x, p.plan.max_tiles * row_tiles, row_tiles, 1, 0);
     r.at += (1024 - dev_shared(shared) % 1024) % 1024;
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group == WG_CONSUMERS) {
@@ -661,8 +663,7 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
         if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, items);
     } else {
         if (S::MOVED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
-        wg_consume_all<F, E4M3, N>(p, r, t, told, items, group,
-                                   tmp + (E4M3 ? 0 : threadIdx.x / 32 * 32));
+        wg_consume_all<F, E4M3, N>(p, r, t, told, group, tmp + (E4M3 ? 0 : threadIdx.x / 32 * 32));
     }
 }
 #else
@@ -699,8 +700,8 @@ static int wg_launch(struct kern_stream *s, const struct moe_product *p)
     const int64_t items = (int64_t)p->plan.max_tiles * row_tiles, most = s->n_sm * S::PER_SM;
     if (items > INT32_MAX / 2) return TOW_EINVAL;
     CUDA_SHARED((wg_kernel<F, E4M3, N>), S::BYTES);
-    wg_kernel<F, E4M3, N><<<(unsigned)(items < most ? items : most), WG_THREADS, S::BYTES, s->cu>>>(
-        *p, maps, row_tiles);
+    cuda_launch_early(s, wg_kernel<F, E4M3, N>, dim3((unsigned)(items < most ? items : most)),
+                      WG_THREADS, S::BYTES, *p, maps, row_tiles);
     return cuda_done(s, "moe");
 }
 
