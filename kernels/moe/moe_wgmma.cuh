@@ -61,9 +61,7 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         /* Blocks meant to share a multiprocessor: warps wait for each of their instructions, so there
          * are sixteen of consumers where sums leave registers for them. */
         PER_SM = N > 64 ? 1 : 2,
-        /* Registers of a thread that multiplies, fetches: 504 of three, or 240, where codes need no
-         * more than 80. */
-        MOVED = PER_SM == 1 || !E4M3,
+        /* Registers of a thread that multiplies, fetches: 504 of three, or 240. */
         MULTIPLIES = PER_SM == 1 ? 232 : 96,
         FETCHES = PER_SM == 1 ? 40 : 48,
         /* Beside the stages: what a block costs the machine, the ring's alignment, and the kernel's
@@ -75,6 +73,11 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         BYTES = S * STAGE + 1024,
     };
     static_assert((int)S >= 3, "a stage is multiplied while others come");
+};
+
+/* e4m3: stages of 128 k whose sum starts from zero; fp8's each have a scale. */
+template <enum kern_wfmt F> struct wg_chain {
+    enum { STAGES = F == KERN_W_MXFP4 ? 2 : 1 };
 };
 
 /* Weights as the copy engine knows them: of w1 and w3, or w2 twice. */
@@ -297,15 +300,15 @@ static __device__ __forceinline__ void wg_rows_of(const struct moe_product &p, c
 
 /* ------------------------------------------------------------------ consumers: e4m3 */
 
-/* What is fetched of a stage before its operands are made: mxfp4's codes, and scales for it and
- * stages after. */
-struct wg_codes {
-    uint4 v[2];
+/* What is fetched of a chain's stages before their operands are made: mxfp4's codes, and scales for
+ * them and stages after. */
+template <enum kern_wfmt F> struct wg_codes {
+    uint4 v[wg_chain<F>::STAGES][2];
     uint32_t scales[2];
 };
 template <class S, enum kern_wfmt F>
 static __device__ __forceinline__ void wg_fetch(const struct wg_ring &r, const struct wg_rows &rows,
-                                                int kb, struct wg_codes *codes)
+                                                int kb, int c, struct wg_codes<F> *codes)
 {
     const uint8_t *at = r.at + r.slot * S::STAGE;
     bar_wait(r.full + r.slot, r.phase);
@@ -313,7 +316,7 @@ static __device__ __forceinline__ void wg_fetch(const struct wg_ring &r, const s
     if constexpr (F == KERN_W_MXFP4) {
 #pragma unroll
         for (int m = 0; m < 2; m++)
-            codes->v[m] =
+            codes->v[c][m] =
                 *(const uint4 *)(at + S::X_BYTES + rows.place[m] * S::ROW + threadIdx.x % 4 * 16);
         if (kb % S::AHEAD == 0) wg_scales<S>(at, rows.place, codes->scales);
     }
@@ -322,16 +325,17 @@ static __device__ __forceinline__ void wg_fetch(const struct wg_ring &r, const s
 /* Operands of a stage's four instructions. */
 template <class S, enum kern_wfmt F>
 static __device__ __forceinline__ void wg_operands(const uint8_t *stage, const struct wg_rows &rows,
-                                                   struct wg_codes *codes, uint32_t (&a)[4][4])
+                                                   int c, struct wg_codes<F> *codes,
+                                                   uint32_t (&a)[4][4])
 {
-    const int c = threadIdx.x % 4;
+    const int q = threadIdx.x % 4;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         if constexpr (F == KERN_W_FP8) { /* in the copy engine's swizzle */
             const int g = rows.place[m] % 8;
             const uint8_t *at = stage + S::X_BYTES + rows.place[m] * S::ROW;
-            const uint4 v[2] = {*(const uint4 *)(at + ((2 * c) ^ g) * 16),
-                                *(const uint4 *)(at + ((2 * c + 1) ^ g) * 16)};
+            const uint4 v[2] = {*(const uint4 *)(at + ((2 * q) ^ g) * 16),
+                                *(const uint4 *)(at + ((2 * q + 1) ^ g) * 16)};
 #pragma unroll
             for (int i = 0; i < 4; i++)
                 a[i][m] = wg_word(v[i / 2], i % 2 * 2),
@@ -341,19 +345,19 @@ static __device__ __forceinline__ void wg_operands(const uint8_t *stage, const s
             codes->scales[m] >>= 8;
 #pragma unroll
             for (int i = 0; i < 4; i++)
-                dev_e2m1x8_e4m3(wg_word(codes->v[m], i), table, &a[i][m], &a[i][2 + m]);
+                dev_e2m1x8_e4m3(wg_word(codes->v[c][m], i), table, &a[i][m], &a[i][2 + m]);
         }
     }
 }
 
-/* Four instructions of W columns of a stage. */
+/* Four instructions of W columns of a stage, the first of their chain or not. */
 template <int W>
-static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint64_t x,
+static __device__ __forceinline__ void wg_times(const uint32_t (&a)[4][4], uint64_t x, bool first,
                                                 float (&sum)[W / 2])
 {
     wgmma_fence();
 #pragma unroll
-    for (int i = 0; i < 4; i++) wgmma_e4m3(sum, a[i], x + 2 * i, i > 0);
+    for (int i = 0; i < 4; i++) wgmma_e4m3(sum, a[i], x + 2 * i, i > 0 || !first);
     wgmma_commit();
 }
 
@@ -369,34 +373,49 @@ static __device__ __forceinline__ void wg_add(const float (&sum)[W / 2], const f
     }
 }
 
-/* All stages of a tile of W columns. The next stage's codes are fetched while they are multiplied.
- */
+/* All stages of a tile of W columns, a chain at a time. The next one's codes are fetched while they
+ * are multiplied. */
 template <enum kern_wfmt F, int N, int W>
 static __device__ __forceinline__ void wg_consume(const struct moe_product &p, struct wg_ring *r,
                                                   const struct wg_rows &rows,
                                                   float (&total)[WG_SUMS(N)])
 {
     using S = wg_shape<F, true, N>;
+    enum { CHAIN = wg_chain<F>::STAGES };
     const int n_kb = p.kp / 128;
-    struct wg_codes codes;
-    wg_fetch<S, F>(*r, rows, 0, &codes);
-    for (int kb = 0; kb < n_kb; kb++) {
-        const uint8_t *at = r->at + r->slot * S::STAGE;
-        uint64_t *empty = r->empty + r->slot;
+    struct wg_codes<F> codes;
+    struct wg_ring ahead = *r;
+#pragma unroll
+    for (int c = 0; c < CHAIN; c++, wg_next<S::S>(&ahead))
+        wg_fetch<S, F>(ahead, rows, c, c, &codes);
+    for (int kb = 0; kb < n_kb; kb += CHAIN) {
+        uint64_t *empty[CHAIN];
+        uint64_t x[CHAIN];
         float w[2] = {1.0f, 1.0f}, sum[W / 2];
-        uint32_t a[4][4];
+        uint32_t a[CHAIN][4][4];
         if (F == KERN_W_FP8) {
             w[0] = moe_block_scale(p.a, rows.scale[0], 0, kb);
             w[1] = moe_block_scale(p.a, rows.scale[1], 0, kb);
         }
-        wg_operands<S, F>(at, rows, &codes, a);
-        wg_times<W>(a, wgmma_rows(at), sum);
-        wg_next<S::S>(r);
-        if (kb + 1 < n_kb) wg_fetch<S, F>(*r, rows, kb + 1, &codes);
+#pragma unroll
+        for (int c = 0; c < CHAIN; c++, wg_next<S::S>(r)) {
+            const uint8_t *at = r->at + r->slot * S::STAGE;
+            empty[c] = r->empty + r->slot;
+            x[c] = wgmma_rows(at);
+            wg_operands<S, F>(at, rows, c, &codes, a[c]);
+        }
+#pragma unroll
+        for (int c = 0; c < CHAIN; c++) wg_times<W>(a[c], x[c], c == 0, sum);
+        if (kb + CHAIN < n_kb) {
+#pragma unroll
+            for (int c = 0; c < CHAIN; c++, wg_next<S::S>(&ahead))
+                wg_fetch<S, F>(ahead, rows, kb + CHAIN + c, c, &codes);
+        }
         wgmma_wait<0>();
         wgmma_pin(sum);
         wg_add<F, W>(sum, w, 0, total);
-        wg_release(empty);
+#pragma unroll
+        for (int c = 0; c < CHAIN; c++) wg_release(empty[c]);
     }
 }
 
@@ -657,12 +676,12 @@ static __global__ void __launch_bounds__(WG_THREADS, (wg_shape<F, E4M3, N>::PER_
     r.at += (1024 - dev_shared(shared) % 1024) % 1024;
     const int group = wg_uniform((int)threadIdx.x / WG);
     if (group == WG_CONSUMERS) {
-        if (S::MOVED) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::FETCHES));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"((int)S::FETCHES));
         const int warp = wg_uniform((int)threadIdx.x % WG / 32);
         if (warp == 0 && threadIdx.x % 32 == 0) wg_produce<F, E4M3, N>(p, maps, r, items);
         if (warp == 1) wg_look_up<F, E4M3, N>(p, t, told, items);
     } else {
-        if (S::MOVED) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"((int)S::MULTIPLIES));
         wg_consume_all<F, E4M3, N>(p, r, t, told, group, tmp + (E4M3 ? 0 : threadIdx.x / 32 * 32));
     }
 }
