@@ -51,6 +51,7 @@ struct placed {
 struct graph {
     uint64_t key, generation;
     cudaGraphExec_t exec; /* owned; NULL: seen once, or not possible */
+    int kernels;
     bool seen, refused;
 };
 enum { MAX_GRAPHS = 256 }; /* twice the largest decode step: one for each number of rows */
@@ -315,7 +316,7 @@ static bool capture(struct kern_stream *s, struct graph *g, int (*enqueue)(void 
     const cudaError_t e = cudaStreamEndCapture(s->cu, &graph);
     const bool ok =
         rc == 0 && e == cudaSuccess && cudaGraphInstantiate(&g->exec, graph, 0) == cudaSuccess;
-    if (ok) cuda_graph_kernels = kernels_of(graph);
+    if (ok) g->kernels = kernels_of(graph);
     if (graph) cudaGraphDestroy(graph);
     if (!ok) {
         if (o->rc == 0)
@@ -344,6 +345,7 @@ static int repeat(struct kern_stream *s, uint64_t key, int (*enqueue)(void *arg)
             return enqueue(arg);
         }
     }
+    cuda_graph_kernels = g->kernels;
     return checked(s, "graph", cudaGraphLaunch(g->exec, s->cu));
 }
 

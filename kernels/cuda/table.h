@@ -26,7 +26,7 @@ extern int cuda_given_codes;
 /* Kernels begin while the one before still ends: on. Only bench_norm and gemm_test turn it off, to
  * compare times and bits. */
 extern int cuda_early_launches;
-/* Kernels of the graph that was captured last; bench_step prints it, launch_test checks it. */
+/* Kernels of the graph that was launched last; bench_step prints it, launch_test checks it. */
 extern int cuda_graph_kernels;
 
 #endif
