@@ -12,8 +12,8 @@
 #include "common/kv/table.h"
 #include "common/model/forward.h"
 
-/* The device to open a model on whose pages the processor reads and writes here: "cpu" stays,
- * "cuda:N" becomes "mirror:cuda:N", and so do others. Returns out. Longer names than fit are no
+/* The device to open a model on whose pages the processor reads and writes here: "cpu" and
+ * "mirror:..." stay, others get "mirror:" in front. Returns out. Longer names than fit are no
  * device's. */
 enum { CTL_DEVICE_CHARS = 64 };
 const char *ctl_host_device(char out[CTL_DEVICE_CHARS], const char *device);

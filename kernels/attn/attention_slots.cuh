@@ -13,13 +13,14 @@
 #include "kernels/attn/softmax.cuh"
 #include "kernels/cuda/row.cuh"
 
-/* Sums o of columns `from` on of row t and 64 heads from h0 on, times one over their denominators.
- * angles: cos and sin of the row, by which a head's end is turned back. */
+/* Sums o of columns `from` on of row t and 64 heads from h0 on, times one over their denominators:
+ * wgmma's of PARTS times 2 N columns, by all lanes of its warpgroup. angles: cos and sin of the row, by which a head's end is turned back. */
 template <int PARTS, int N>
 static __device__ __forceinline__ void
 store_slots(const struct attn_job &j, int32_t t, int32_t h0, int from, const float (&inverse)[2],
             const float (&angles)[2][32], const float (&o)[PARTS][N])
 {
+    static_assert(N % 32 == 0, "whole groups of 64 columns");
     const int lane = threadIdx.x % 32, head0 = threadIdx.x / 32 % 4 * 16 + lane / 4;
 #pragma unroll
     for (int r = 0; r < 2; r++) {

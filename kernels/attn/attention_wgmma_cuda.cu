@@ -803,7 +803,7 @@ static __device__ __forceinline__ void consume(const struct attn_job &j, bool wi
             store_slots(j, row.t, row.h0, group * (KEY_WIDTH / 2), inverse, sh->angles[begun % 2],
                         o);
         } else {
-            group_meet(group);
+            group_meet(group); /* others' products may still read the tile */
             store_row(j, row, group, inverse, o, sh->tile[last] + group * (KEY_TILE / 2));
         }
         /* Each lane, for it has read what others of the warp wrote. */

@@ -99,7 +99,8 @@ static const float *score_one(struct kern_stream *s, const struct kern_index_ran
     sc.n_rows = 1;
     sc.all = true;
     sc.ld = cuda_ceil(n, INDEX_PAD) * INDEX_PAD;
-    sc.out = (float *)cuda_scratch(s, CUDA_SLOT_OP, (size_t)(sc.ld + INDEX_PAD) * sizeof(float));
+    sc.out = (float *)cuda_scratch(s, CUDA_SLOT_OP,
+                                   (size_t)(sc.ld + INDEX_PAD) * sizeof(float)); /* n may be 0 */
     if (!sc.out) return NULL;
     index_score_launch(s, &sc);
     return sc.out;

@@ -13,7 +13,7 @@
  *              adds them up and sends what makes pre, and squares, to all blocks, and what makes
  *              post and comb to the one that has the row's number
  *     row      adds up what came: pre, x, its squares, which go to all blocks; norm
- *     gates    a warp, one that has no row if there is one, makes post and comb of the row that has
+ *     gates    a warp, of up to eight rows one that has none, makes post and comb of the row that has
  *              the block's number
  *
  * A warp has a second row where a cluster has more than sixteen.
@@ -201,7 +201,7 @@ static __global__ void __launch_bounds__(THREADS, 1)
     const int warp = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);
     const int rank = __shfl_sync(0xffffffffu, cluster_rank(), 0);
     int lane = threadIdx.x & 31;
-    asm volatile("" : "+r"(room), "+r"(lane)); /* as above: or each use finds them anew */
+    asm volatile("" : "+r"(room), "+r"(lane)); /* or each use finds them anew */
     struct tile_memory<TILES> *const m =
         (struct tile_memory<TILES> *)__cvta_shared_to_generic(room);
     const int column = rank * COLUMNS + VEC * lane;

@@ -373,6 +373,7 @@ template <enum kern_wfmt F> static int launch(struct kern_stream *s, const struc
 {
     using S = codes_shape<F>;
     struct wg_maps maps;
+    if (S::MXFP4 && p->kp % (128 * S::AHEAD)) return TOW_EINVAL; /* kern_dev_place's part */
     if (!wg_describe(&maps, p, S::CODES, S::MXFP4)) return TOW_EDEVICE;
     const int row_pairs = (int)cuda_ceil(p->rows, PAIR * (p->up ? 64 : WG_M));
     const int64_t items = (int64_t)p->plan.max_tiles * row_pairs, most = s->n_sm / PAIR;

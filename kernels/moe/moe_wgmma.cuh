@@ -23,9 +23,10 @@
  *          off by 2^-10 of the scale, 2^-17.8 of the row's largest value, at most. So stages add up
  *          without scales of x: read for each of a stage's columns by each warp, they cost more of
  *          shared memory than wgmma's own reads leave.
- * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 128 k four instructions of 32, from
- *          zero; total += sum, or of fp8 total = fmaf(sum, scale of the block, total), times the
- *          weight row's power of two. At any number of columns. The scale of the row of x, a power
+ * Order    bf16: moe_product.cuh's, so its bits. e4m3: of each 256 k (mxfp4) or 128 k (fp8, whose
+ *          blocks have scales) eight or four instructions of 32, from zero (wg_chain); total += sum,
+ *          or of fp8 total = fmaf(sum, scale of the block, total), times the weight row's power of
+ *          two. At any number of columns. The scale of the row of x, a power
  *          of two that changes no digit, is for who reads the result: consumers have no time.
  * Gates    e4m3: nor have they for the activation, which whoever makes images of it computes. Gate
  *          and up are two bf16 of a word; of eight places and eight columns the 64 words lie side by
@@ -45,6 +46,11 @@ enum { WG = 128 /* threads */, WG_CONSUMERS = 2, WG_THREADS = WG * (WG_CONSUMERS
 
 /* Sums a thread has of N columns, rounded up to 32. */
 #define WG_SUMS(N) (((N) + 31) / 32 * 16)
+
+/* e4m3: stages of 128 k whose sum starts from zero; fp8's each have a scale. */
+template <enum kern_wfmt F> struct wg_chain {
+    enum { STAGES = F == KERN_W_MXFP4 ? 2 : 1 };
+};
 
 template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
     enum {
@@ -72,12 +78,8 @@ template <enum kern_wfmt F, bool E4M3, int N> struct wg_shape {
         S = ROOM < 8 ? ROOM : 8, /* stages */
         BYTES = S * STAGE + 1024,
     };
-    static_assert((int)S >= 3, "a stage is multiplied while others come");
-};
-
-/* e4m3: stages of 128 k whose sum starts from zero; fp8's each have a scale. */
-template <enum kern_wfmt F> struct wg_chain {
-    enum { STAGES = F == KERN_W_MXFP4 ? 2 : 1 };
+    static_assert((int)S >= (E4M3 ? 2 * wg_chain<F>::STAGES : 3),
+                  "a stage, or a chain of them, is multiplied while the next comes");
 };
 
 /* Weights as the copy engine knows them: of w1 and w3, or w2 twice. */
@@ -577,7 +579,7 @@ wg_store(const struct moe_product &p, const struct wg_tell<false, (N + 31) / 32 
 }
 
 /* The same of codes, of n pairs, without the scale of a row of x. Nothing passes through shared
- * memory, which answers late. Of up, a pair's gate and up lie as moe_wgmma.cuh says (Gates); of
+ * memory, which answers late. Of up, a pair's gate and up lie as Gates above says; of
  * down, a thread has two neighbouring rows. */
 template <int N, bool UP>
 static __device__ __forceinline__ void
@@ -714,6 +716,7 @@ static int wg_launch(struct kern_stream *s, const struct moe_product *p)
 {
     using S = wg_shape<F, E4M3, N>;
     struct wg_maps maps;
+    if (E4M3 && p->kp % (128 * wg_chain<F>::STAGES)) return TOW_EINVAL; /* kern_dev_place's part */
     if (!wg_describe(&maps, p, S::ROW, S::SCALES > 0)) return TOW_EDEVICE;
     const int row_tiles = (int)cuda_ceil(p->rows, p->up ? 64 : WG_M);
     const int64_t items = (int64_t)p->plan.max_tiles * row_tiles, most = s->n_sm * S::PER_SM;

@@ -15,7 +15,7 @@ enum { E = 256, K = 6, D = 4096, I = 2048, TURNS = 8, MAX_T = 8192 };
 static int32_t only_T;
 
 /* Of all cases. */
-static const int32_t rows[] = {1, 2, 4, 8, 32, 128, 512, 1024, 2048, MAX_T};
+static const int32_t rows[] = {1, 2, 4, 8, 32, 128, 256, 512, 1024, 2048, MAX_T};
 static bool wanted_rows(int32_t T)
 {
     return !only_T || T == only_T;
