@@ -124,11 +124,29 @@ class Tools(unittest.TestCase):
             self.assertIn("rmsnorm", r.stdout)
 
     def test_gpu_cluster(self):
-        for build, device, words in (("", "cuda:0", "BUILD_DIR ''"), ("/nowhere", "cuda:0", "BUILD_DIR '/nowhere'"),
-                                     (BUILD, "cuda0", "TOW_TEST_DEVICE 'cuda0': must be")):
-            r = run("sh", "tests/gpu/cluster.sh", build, TOW_TEST_DEVICE=device)
-            self.refused(r, words)
+        def cluster(build, device, second=""):
+            r = run("sh", "tests/gpu/cluster.sh", build, TOW_TEST_DEVICE=device, TOW_TEST_DEVICE2=second)
             self.assertEqual(r.stdout.count("\n"), 1, r.stdout)
+            return r
+
+        self.refused(cluster("", "cuda:0"), "BUILD_DIR ''")
+        self.refused(cluster("/nowhere", "cuda:0"), "BUILD_DIR '/nowhere'")
+        for device in ("cuda0", "a/b", "cuda 0", "a&b", ".*"):
+            self.refused(cluster(BUILD, device), "TOW_TEST_DEVICE '%s': must be" % device)
+            self.refused(cluster(BUILD, "apart:cpu", device), "TOW_TEST_DEVICE2 '%s': must be" % device)
+        # One that is named is wanted, whether the machine has others or none.
+        r = cluster(BUILD, "apart:cpu", "cuda:255")
+        self.assertIn(r.returncode, (2, 77), r.stdout)
+        self.assertIn("TOW_TEST_DEVICE2 'cuda:255': must be" if r.returncode == 2 else "no CUDA", r.stdout)
+        with tempfile.TemporaryDirectory() as d:  # a machine with one device, and no other programs
+            os.mkdir(d + "/bin")
+            with open(d + "/bin/towpath-ctl", "w") as f:
+                f.write('#!/bin/sh\ncase $* in *cuda:1*) echo "device cuda:1: must be cuda:0 to cuda:0"; esac\nexit 2\n')
+            os.chmod(d + "/bin/towpath-ctl", 0o755)
+            self.refused(cluster(d, "cuda:0", "cuda:1"), "TOW_TEST_DEVICE2 'cuda:1': must be cuda:0 to cuda:0")
+            r = run("sh", "tests/gpu/cluster.sh", d, TOW_TEST_DEVICE="cuda:0", TOW_TEST_DEVICE2="")
+            self.assertEqual(r.returncode, 1, r.stdout)
+            self.assertNotIn("TOW_TEST_DEVICE", r.stdout)
 
     def test_old_driver(self):
         """A driver that is too old is told, and is no skip."""

@@ -2,8 +2,10 @@
 # Three processes with both workers on the device, and where there is a second one with a device each, answer as
 # three processes on the CPU do, greedily; and with bf16 index keys a prompt of 32K tokens finds the memory that
 # was planned for it.
-# usage: tests/gpu/cluster.sh BUILD_DIR      (TOW_TEST_DEVICE: cuda:0; TOW_TEST_DEVICE2: cuda:1, if it is there; exit 77: no
-# device, 2: a setting is wrong)
+# usage: tests/gpu/cluster.sh BUILD_DIR
+# TOW_TEST_DEVICE     cuda:0
+# TOW_TEST_DEVICE2    cuda:1, if it is there; one that is named must be
+# Exit 77 where there is no such device, 2 where a setting is wrong; each after a line.
 cd "$(dirname "$0")/../.." || exit 1
 B=$1
 D=${TOW_TEST_DEVICE:-cuda:0}
@@ -17,25 +19,37 @@ M=deploy/demo-model
 work=$(mktemp -d) || exit 1
 trap 'TOW_RUN=$work/run sh deploy/local.sh down >/dev/null 2>&1; rm -rf "$work"' EXIT
 
-there() { # VARIABLE DEVICE: 0; 2 where the name is wrong, 77 where the machine has none, after a line
+there() { # VARIABLE DEVICE: 0; 2 where the name is wrong, 77 where the machine has none, with a line in $work/said
     "$TOW_BIN/towpath-ctl" eval --model $M --device "$2" --tokens /dev/null --out "$work/x" >"$work/why" 2>&1
-    sed -n "s/^.*device [^ ]* must be/$1 '$2': must be/p; /no CUDA/p; /compute capability/p" "$work/why" >"$work/said"
-    [ -s "$work/said" ] || return 0
-    cat "$work/said"
-    if grep -q 'must be' "$work/said"; then return 2; else return 77; fi
+    sed -n 's/^.*device .*: must be/must be/p; /no CUDA/p; /compute capability/p' "$work/why" >"$work/found"
+    [ -s "$work/found" ] || return 0
+    case $(cat "$work/found") in
+    'must be '*) status=2; printf "%s '%s': " "$1" "$2" >"$work/said" ;;
+    *) status=77; : >"$work/said" ;;
+    esac
+    cat "$work/found" >>"$work/said"
+    return $status
 }
-there TOW_TEST_DEVICE "$D" || exit
+# Both before anything is run: a wrong setting is told at once.
+there TOW_TEST_DEVICE "$D" || { status=$?; cat "$work/said"; exit $status; }
+second=1
+there TOW_TEST_DEVICE2 "$D2" || {
+    status=$?
+    [ -z "$TOW_TEST_DEVICE2" ] || { cat "$work/said"; exit $status; }
+    second=
+}
 
 free_port() { python3 -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
 ask() { # PREFILL-DEVICE DECODE-DEVICE OUT
     port=$(free_port)
     TOW_RUN=$work/run sh deploy/local.sh up --http "127.0.0.1:$port" --prefill-device "$1" --decode-device "$2" -- \
         --kv-pages 64 --context-length 8192 || { cat "$work"/run/*.log 2>/dev/null; exit 1; }
-    chunk=$(python3 -c 'import sys, urllib.request
-print(urllib.request.urlopen(sys.argv[1]).read().decode())' "http://127.0.0.1:$port/admin/workers" |
-        sed 's/.*"role":"prefill"[^}]*}[^}]*"chunk_tokens":\([0-9]*\).*/\1/')
+    chunk=$(python3 -c 'import json, sys, urllib.request
+workers = json.load(urllib.request.urlopen(sys.argv[1]))
+print(next(w["capacity"]["chunk_tokens"] for w in workers if w["role"] == "prefill"))' \
+        "http://127.0.0.1:$port/admin/workers")
     case $1,$chunk in
-    cpu,512 | cuda:*,8192) ;;
+    cuda:*,8192 | *:cpu,512 | cpu,512) ;;
     *) echo "a prefill worker on $1 has chunks of '$chunk'"; exit 1 ;;
     esac
     : >"$3"
@@ -55,8 +69,7 @@ ask "$D" "$D" "$work/cuda"
 same "$D" "$work/cuda"
 cat "$work/cuda"
 
-if ! there TOW_TEST_DEVICE2 "$D2"; then
-    [ -z "$TOW_TEST_DEVICE2" ] || exit 2
+if [ -z "$second" ]; then
     echo "$D2 is not there: prefill and decode on a device each not tried"
 else
     ask "$D" "$D2" "$work/two"
