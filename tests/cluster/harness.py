@@ -24,7 +24,18 @@ import traceback
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 MODEL = os.path.join(ROOT, "deploy", "demo-model")
 SKIP = 77
-SLACK = float(os.environ.get("TOW_TEST_SLACK", "1"))  # a slow machine may stretch every limit
+
+
+def slack():
+    """A slow machine may stretch every limit. As test_limit_ms() in tests/support/check.h reads it."""
+    text = os.environ.get("TOW_TEST_SLACK") or "1"
+    if re.fullmatch(r"[0-9]+\.?[0-9]*", text) and 1 <= float(text) <= 1000:
+        return float(text)
+    print('TOW_TEST_SLACK "%s": must be a number, 1 to 1000' % text)
+    sys.exit(2)
+
+
+SLACK = slack()
 
 
 def wait_for(what, fn, seconds=20.0, pause=0.02):

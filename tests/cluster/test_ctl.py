@@ -15,12 +15,13 @@ import tempfile
 import threading
 import unittest
 
+from harness import SLACK
+
 BUILD = os.path.abspath(sys.argv.pop(1) if len(sys.argv) > 1 else "build/release")
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 BIN = os.path.join(BUILD, "bin")
 CTL = os.path.join(BIN, "towpath-ctl")
 MODEL = os.path.join(ROOT, "deploy", "demo-model")
-SLACK = float(os.environ.get("TOW_TEST_SLACK", "1"))  # a slow machine may stretch every limit
 ENV = {k: v for k, v in os.environ.items() if not k.startswith("TOWPATH_")}
 WORKERS = [
     {"name": "prefill-0", "role": "prefill", "state": "serving", "load": {"queued": 3, "tokens_per_s": 812.5},

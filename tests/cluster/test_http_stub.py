@@ -15,10 +15,11 @@ import tempfile
 import threading
 import time
 
+from harness import SLACK
+
 BUILD = sys.argv[1] if len(sys.argv) > 1 else "build/release"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 TOKENIZER = os.path.join(ROOT, "deploy/demo-model/tokenizer.json")
-SLACK = float(os.environ.get("TOW_TEST_SLACK", "1"))  # a slow machine may stretch every limit
 
 
 def wait_for(what, fn, seconds=20.0):

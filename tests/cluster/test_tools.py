@@ -96,6 +96,22 @@ class Tools(unittest.TestCase):
             self.assertEqual(os.listdir(full), [])
             self.assertEqual(make_checkpoint(full, "--shards", "3").returncode, 0)
             self.refused(make_checkpoint(full), "has model-00001-of-00003.safetensors of another checkpoint")
+            # Blocks of fp8 are cut at the end of hidden_size.
+            r = make_checkpoint(os.path.join(d, "cut"), "--form", "hf-base", "--set", "hidden_size=160")
+            self.assertEqual(r.returncode, 0, r.stdout)
+
+    def test_slack(self):
+        """TOW_TEST_SLACK is read alike by tests in C and in Python."""
+        test = built("test", "unit", "net_status_test")
+        for reader in ([test] if test else None, [sys.executable, "tests/cluster/harness.py"]):
+            if not reader:
+                continue
+            for slack in ("0.5", "0", "-1", "abc", "nan", "inf", "1001", "1e2", "0x10", " 4", "4 ", "4.5.6", ".", "1_0"):
+                r = run(*reader, TOW_TEST_SLACK=slack)
+                self.refused(r, 'TOW_TEST_SLACK "%s": must be a number, 1 to 1000' % slack)
+            for slack in ("", "1", "2.5", "4."):
+                r = run(*reader, TOW_TEST_SLACK=slack)
+                self.assertEqual(r.returncode, 0, r.stdout)
 
     def test_device_of_tests(self):
         """A wrong name is no skip."""

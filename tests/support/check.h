@@ -9,6 +9,7 @@
 /* cmocka.h needs the four above first. */
 #include <cmocka.h>
 #include <fnmatch.h>
+#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -22,7 +23,8 @@ static inline uint32_t test_limit_ms(uint32_t ms)
     if (!s || !*s) return ms;
     char *end;
     const double slack = strtod(s, &end);
-    if (!*end && slack >= 1 && slack <= 1000) return (uint32_t)(ms * slack);
+    const bool plain = s[strspn(s, "0123456789.")] == 0;
+    if (plain && !*end && slack >= 1 && slack <= 1000) return (uint32_t)(ms * slack);
     printf("TOW_TEST_SLACK \"%s\": must be a number, 1 to 1000\n", s);
     exit(2);
 }
