@@ -78,6 +78,13 @@ class Tools(unittest.TestCase):
             self.assertEqual(r.returncode, 1, r.stdout)
             self.assertRegex(r.stdout, r"^make_checkpoint.py: OUT '.*': \d{6}\.\d+ GB are needed, \d+\.\d+ GB are free\n$")
             self.assertFalse(os.path.exists(out))
+            # Nor are the folders on the way to it there, or on the way to one whose name is too long.
+            r = make_checkpoint(os.path.join(out, "a", "b"), "--set", "n_routed_experts=4096", "hidden_size=65536",
+                                "moe_intermediate_size=65536")
+            self.assertEqual(r.returncode, 1, r.stdout)
+            self.assertFalse(os.path.exists(out))
+            self.refused(make_checkpoint(os.path.join(out, "a", "b" * 300)), "must be a folder")
+            self.assertFalse(os.path.exists(out))
             for bad in ("/etc/passwd", "/proc/foo", ""):
                 self.refused(make_checkpoint(bad), "OUT '%s': must be a folder" % bad)
             r = make_checkpoint(out, "--set", "index_topk=8", "rope_scaling=null", "swiglu_limit=7")

@@ -65,7 +65,7 @@ PRESETS = {
               "index_n_heads": 64, "index_topk": 512, "n_routed_experts": 256, "num_experts_per_tok": 6,
               "num_hash_layers": 3, "num_nextn_predict_layers": 0},
 }
-# As common/text/config.c; other whole numbers from 0.
+# Whole numbers as common/text/config.c has them; others from 0. Floats: the loader's ranges are narrower.
 RANGES = {"hidden_size": (1, 65536), "vocab_size": (2, 1 << 24), "num_hidden_layers": (1, 256),
           "num_nextn_predict_layers": (0, 16), "num_attention_heads": (1, 4096), "head_dim": (2, 4096),
           "qk_rope_head_dim": (2, 4096), "q_lora_rank": (1, 65536), "o_groups": (1, 4096), "o_lora_rank": (1, 65536),
@@ -73,6 +73,12 @@ RANGES = {"hidden_size": (1, 65536), "vocab_size": (2, 1 << 24), "num_hidden_lay
           "n_routed_experts": (1, 4096), "num_experts_per_tok": (1, 64), "moe_intermediate_size": (1, 65536),
           "hc_mult": (1, 8), "hc_sinkhorn_iters": (1, 1000), "max_position_embeddings": (1, 1 << 30),
           "num_hash_layers": (0, 65536)}
+# What sides of an expert's matrices must be multiples of. Codes of fp4 share a scale by 32 along a row, of nvfp4 by 16.
+# A block of fp8 may be cut by a matrix's end, but hf-base stacks w1 on w3: w1's rows must end with a block there, and
+# those are moe_intermediate_size; hidden_size is no side that is stacked.
+SIDES = ("hidden_size", "moe_intermediate_size")
+BLOCK = {"native": (32, SIDES), "f32scale": (32, SIDES), "hf-native": (32, SIDES), "nvfp4": (16, SIDES),
+         "nvfp4-noinput": (16, SIDES), "hf-base": (128, SIDES[1:])}
 OWN_FILES = re.compile(r"config\.json|model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
 QUANTIZATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0",
                 "weight_block_size": [128, 128]}
@@ -473,17 +479,25 @@ def open_folder(path, names, total):
     if others:
         raise ValueError("OUT '%s': has %s of another checkpoint; must be a folder without, or with none but %s"
                          % (path, others[0], ", ".join(names[:2] + ["..."] * (len(names) > 2))))
-    made = not os.path.isdir(path)
+    new = []  # folders that are not there yet, the innermost first
+    at = os.path.abspath(path)
+    while not os.path.isdir(at):
+        new.append(at)
+        at = os.path.dirname(at)
     try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as e:
-        raise ValueError("OUT '%s': must be a folder to write to, or one that can be made: %s" % (path, e.strerror))
-    at = os.statvfs(path)
-    free = at.f_bavail * at.f_frsize + sum(os.stat(os.path.join(path, n)).st_blocks * 512 for n in old)
-    if total > free:
-        if made:
-            os.rmdir(path)
-        raise OSError("%.3f GB are needed, %.3f GB are free" % (total / 1e9, free / 1e9))
+        try:
+            os.makedirs(path, exist_ok=True)
+        except OSError as e:
+            raise ValueError("OUT '%s': must be a folder to write to, or one that can be made: %s" % (path, e.strerror))
+        at = os.statvfs(path)
+        free = at.f_bavail * at.f_frsize + sum(os.stat(os.path.join(path, n)).st_blocks * 512 for n in old)
+        if total > free:
+            raise OSError("%.3f GB are needed, %.3f GB are free" % (total / 1e9, free / 1e9))
+    except (OSError, ValueError):
+        for at in new:
+            if os.path.isdir(at):
+                os.rmdir(at)
+        raise
 
 
 def make(path, cfg, form="native", shards=1, seed=1, style="hf", fast=False):
@@ -564,10 +578,9 @@ def setting(text, cfg):
 
 def check(cfg, form):
     """What no tensor could be made of; the loader says the rest."""
-    kind = form[3:] if form.startswith("hf-") else form
-    part = {"native": 32, "f32scale": 32, "nvfp4": 16, "nvfp4-noinput": 16}.get(kind, 128 if form == "hf-base" else 1)
-    for key in ("hidden_size", "moe_intermediate_size"):
-        if cfg[key] % part and not (form == "hf-base" and key == "hidden_size"):
+    part, sides = BLOCK.get(form, (1, ()))
+    for key in sides:
+        if cfg[key] % part:
             raise ValueError("%s is %d; must be a multiple of %d for --form %s" % (key, cfg[key], part, form))
     if cfg["num_attention_heads"] * cfg["head_dim"] % cfg["o_groups"]:
         raise ValueError("o_groups is %d; must divide num_attention_heads * head_dim, %d"
