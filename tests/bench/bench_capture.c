@@ -10,6 +10,7 @@
  * usage: bench_capture CHECKPOINT [context tokens]     default: 65536
  */
 #include "common/base/err.h"
+#include "tests/support/args.h"
 #include "tests/support/engine.h"
 
 #include <stdio.h>
@@ -89,14 +90,13 @@ static int open_model(const char *dir, int32_t n_tokens, struct tow_err *err)
 int main(int argc, char **argv)
 {
     struct tow_err err = {0};
-    const int32_t context = argc > 2 ? atoi(argv[2]) / PAGE_ROWS * PAGE_ROWS : 65536;
-    if (argc < 2 || context < PAGE_ROWS || context > 1 << 20) {
-        fprintf(stderr,
-                "usage: bench_capture CHECKPOINT [context tokens]\n"
-                "context tokens in %d..%d\n",
-                PAGE_ROWS, 1 << 20);
-        return 2;
+    if (argc < 2) {
+        fprintf(stderr, "usage: bench_capture CHECKPOINT [context tokens]\n");
+        return BENCH_WRONG;
     }
+    int32_t context = 65536;
+    if (argc > 2) context = bench_whole("context tokens", argv[2], PAGE_ROWS, 1 << 20);
+    context = context / PAGE_ROWS * PAGE_ROWS;
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (open_model(argv[1], context, &err) < 0) {
         fprintf(stderr, "bench_capture: %s\n", err.msg);

@@ -6,11 +6,16 @@
  * layer. Best of a few repetitions: on a shared machine the best is the least disturbed. Weights
  * are as large as the buffer (256 MiB), so that both come from memory and not from a cache.
  *
- * usage: bench_kernels [threads]    default: 1 and 2
+ * usage: bench_kernels [threads [parts [instruction set]]]
+ *   threads            default 0: 1 and 2
+ *   parts              default lmsS: linear, moe, a row at 64K tokens, 64 rows at 16K
+ *   instruction set    default: the best here, of kern_cpu_isa by number
  */
+#include "common/base/err.h"
 #include "kernels/cpu/team.h"
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
+#include "tests/support/args.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -414,13 +419,19 @@ static void bench_sequence(int32_t T, int64_t ctx)
 
 int main(int argc, char **argv)
 {
-    int only = argc > 1 ? atoi(argv[1]) : 0;
+    struct tow_err err = {0};
+    const int only = argc > 1 ? bench_whole("threads", argv[1], 0, 256) : 0;
     const char *what = argc > 2 ? argv[2] : "lmsS";
-    int isa = argc > 3 ? atoi(argv[3]) : (int)kern_cpu_best_isa();
+    const int isa = argc > 3 ? bench_whole("instruction set", argv[3], 0, KERN_CPU_N_ISA - 1)
+                             : (int)kern_cpu_best_isa();
+    if (!*what || what[strspn(what, "lmsS")]) bench_wrong("parts", what, "some of l, m, s and S");
     probe = malloc(PROBE_BYTES + 8192);
     memset(probe, 1, PROBE_BYTES + 8192);
     for (n_threads = only ? only : 1; n_threads <= (only ? only : 2); n_threads++) {
-        if (kern_dev_open_cpu(&dev, n_threads, (enum kern_cpu_isa)isa, NULL) < 0) return 1;
+        if (kern_dev_open_cpu(&dev, n_threads, (enum kern_cpu_isa)isa, &err) < 0) {
+            fprintf(stderr, "bench_kernels: %s\n", err.msg);
+            return 1;
+        }
         s = kern_dev_stream(dev);
         measure_ceilings();
         if (strchr(what, 'l')) bench_linear();

@@ -15,6 +15,7 @@
 #include "kernels/cpu/team.h"
 #include "kernels/dev.h"
 #include "kernels/ops.h"
+#include "tests/support/args.h"
 #include "tests/support/engine.h"
 
 #include <dirent.h>
@@ -560,14 +561,10 @@ int main(int argc, char **argv)
     struct tow_err err = {0};
     if (argc < 2) {
         fprintf(stderr, "usage: bench_model CHECKPOINT [threads [prefill tokens]]\n");
-        return 2;
+        return BENCH_WRONG;
     }
-    n_threads = argc > 2 ? atoi(argv[2]) : 0;
-    const int32_t n_tokens = argc > 3 ? atoi(argv[3]) : CHUNK;
-    if (n_tokens < 1 || n_tokens > 65536 || n_threads < 0 || n_threads > 256) {
-        fprintf(stderr, "bench_model: threads in 0..256, prefill tokens in 1..65536\n");
-        return 2;
-    }
+    n_threads = argc > 2 ? bench_whole("threads", argv[2], 0, 256) : 0;
+    const int32_t n_tokens = argc > 3 ? bench_whole("prefill tokens", argv[3], 1, 65536) : CHUNK;
     setvbuf(stdout, NULL, _IOLBF, 0);
     if (open_model(argv[1], n_tokens, &err) < 0) {
         fprintf(stderr, "bench_model: %s\n", err.msg);

@@ -278,6 +278,17 @@ class Tools(unittest.TestCase):
             self.assertEqual(r.returncode, 0, r.stdout)
             self.assertIn("usage: bench_%s [PART OF A NAME] [cuda:N]" % name, r.stdout)
 
+    def test_cpu_benches(self):
+        if not built("bench", "bench_kernels"):  # by `make bench`, with the others
+            return
+        for name, args, words in (("kernels", ["x"], ("threads 'x'", "0 to 256")), ("kernels", ["-1"], ("threads '-1'",)),
+                                  ("kernels", ["1", "x"], ("parts 'x'",)), ("kernels", ["1", ""], ("parts ''",)),
+                                  ("kernels", ["1", "l", "9"], ("instruction set '9'", "0 to 3")),
+                                  ("model", ["no-checkpoint", "1x"], ("threads '1x'", "0 to 256")),
+                                  ("model", ["no-checkpoint", "1", "0"], ("prefill tokens '0'", "1 to 65536")),
+                                  ("capture", ["no-checkpoint", "4095"], ("context tokens '4095'", "4096 to 1048576"))):
+            self.refused(run(os.path.join(BUILD, "bench", "bench_" + name), *args), "bench_%s: " % name, *words)
+
     def test_bench_step(self):
         if not built("bench", "gpu", "bench_step"):
             return

@@ -30,15 +30,15 @@
 #include "kernels/dev.h"
 #include "kernels/numeric.h"
 #include "kernels/ops.h"
+#include "tests/support/args.h"
 
-#include <errno.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
-enum { BENCH_SKIPPED = 77, BENCH_WRONG = 2, BENCH_ROUNDS = 5 };
+enum { BENCH_SKIPPED = 77, BENCH_ROUNDS = 5 };
 /* More than the L2 of an H200 (50 MiB), the device that goals are for. */
 #define BENCH_L2_BYTES (64.0 * (1 << 20))
 /* What its matrix unit does in bf16 under load: the ceiling of floors by FLOPs. */
@@ -70,27 +70,6 @@ struct bench_case {
 
 /* ------------------------------------------------------------------ what it is told */
 
-/* One line that says what is wrong, and the end. */
-static inline void bench_wrong(const char *what, const char *value, const char *want)
-{
-    fprintf(stderr, "%s: %s '%s': must be %s\n", program_invocation_short_name, what, value, want);
-    exit(BENCH_WRONG);
-}
-/* Numbers in decimal digits with commas between, each least .. most: how many, or -1 where the text
- * is something else or there are more than max. */
-static inline int bench_numbers(const char *text, long least, long most, int max, int32_t *out)
-{
-    for (int n = 0;; text++) {
-        const size_t digits = strspn(text, "0123456789");
-        const long v = digits < 10 ? strtol(text, NULL, 10) : -1;
-        if (digits == 0 || (digits > 1 && *text == '0') || v < least || v > most) return -1;
-        if (n == max) return -1;
-        out[n++] = (int32_t)v;
-        text += digits;
-        if (!*text) return n;
-        if (*text != ',') return -1;
-    }
-}
 /* At most max of the numbers that a program knows; ends it otherwise. Returns how many. */
 static inline int bench_some(const char *what, const char *text, const int32_t *known, int n_known,
                              int max, int32_t *out)
@@ -137,9 +116,9 @@ static inline const char *bench_take(int *argc, char **argv, const char *name)
  * the argument that named it. */
 static inline int bench_no_device(const struct tow_err *err, const char *what)
 {
-    const bool named = strncmp(err->msg, "--device ", 9) == 0;
-    printf("%s: %s%s\n", program_invocation_short_name, named ? what : "",
-           err->msg + (named ? 8 : 0));
+    const char *why = test_without_flag(err->msg);
+    const bool named = why != err->msg;
+    printf("%s: %s%s%s\n", program_invocation_short_name, named ? what : "", named ? " " : "", why);
     return err->code == TOW_ENOENT ? BENCH_SKIPPED : err->code == TOW_EINVAL ? BENCH_WRONG : 1;
 }
 

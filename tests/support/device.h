@@ -2,6 +2,7 @@
 #ifndef TESTS_SUPPORT_DEVICE_H
 #define TESTS_SUPPORT_DEVICE_H
 
+#include "tests/support/args.h"
 #include "tests/support/check.h"
 
 #include "common/base/err.h"
@@ -17,8 +18,7 @@
 static inline int test_no_device(const struct tow_err *err)
 {
     const bool wrong = err->code == TOW_EINVAL;
-    const char *why = err->msg + (strncmp(err->msg, "--device ", 9) ? 0 : 9);
-    printf("%s%s\n", wrong ? "TOW_TEST_DEVICE " : "", why);
+    printf("%s%s\n", wrong ? "TOW_TEST_DEVICE " : "", test_without_flag(err->msg));
     return wrong ? 2 : err->code == TOW_ENOENT ? 77 : 1;
 }
 
