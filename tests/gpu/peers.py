@@ -463,6 +463,8 @@ def torch_rows():
 
 
 def names_of(*libraries):
+    """Of all lines, where there is no torch too: all() of an object that was never opened, for peer() only notes
+    names then."""
     global NAMES
     NAMES = names = set()
     for lib in libraries:
@@ -474,11 +476,11 @@ def names_of(*libraries):
 
 def main():
     global ONLY
-    ap = o = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    o.add_argument("--flash-mla", metavar="FILE", help="library of FlashMLA's operators for this torch")
-    o.add_argument("--deep-gemm", metavar="FOLDER", help="where the package deep_gemm is")
-    o.add_argument("--only", metavar="PART", default="", help="only lines whose name contains it")
-    o = o.parse_args()
+    ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    ap.add_argument("--flash-mla", metavar="FILE", help="library of FlashMLA's operators for this torch")
+    ap.add_argument("--deep-gemm", metavar="FOLDER", help="where the package deep_gemm is")
+    ap.add_argument("--only", metavar="PART", default="", help="only lines whose name contains it")
+    o = ap.parse_args()
     names = names_of(*[FlashMLA] * bool(o.flash_mla), *[DeepGEMM] * bool(o.deep_gemm))
     if not any(o.only in n for n in names):
         ap.error("--only '%s': must be part of a line's name: %s" % (o.only, "; ".join(names)))
