@@ -3,7 +3,9 @@
 # ', N skipped' if any were.
 # usage: tests/run.sh BUILD_DIR KIND...      (KIND: unit kernels golden fault gpu cluster)
 # TOW_SKIP: names (kind/name) left out here, with a line that says so.
+# TOW_TEST_DEVICE: what tests of devices run on (kind gpu: cuda:0; other kinds: cpu).
 # A test that exits 77 is skipped: something it needs is not there, and its last line says what.
+# Exit 1 where a test failed or none ran, 2 where BUILD_DIR or KIND is wrong.
 wrong() { echo "run.sh: $*" >&2; exit 2; }
 [ -d "$1" ] || wrong "BUILD_DIR '$1': must be the folder of a build, like build/release"
 B=$1; shift

@@ -29,8 +29,8 @@ static inline uint32_t test_limit_ms(uint32_t ms)
     exit(2);
 }
 
-/* An argument of a test program: only tests of that name, which may have '*' and '?'; --list prints
- * the names. One that no test has fails. */
+/* An argument of a test program: only tests of that name, which may have '*' and '?'. --list prints
+ * the names and ends the program with 0, a name that no test has with 2. */
 static inline void test_choose(int argc, char **argv, const struct CMUnitTest *tests, size_t n)
 {
     const char *name = argc > 1 ? argv[1] : "*";
