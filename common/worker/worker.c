@@ -924,6 +924,13 @@ static int check_files(struct work *w, struct tow_err *err)
         NET_FILES_OWN + NET_FILES_PEER * MAX_PEERS + NET_FILES_STATUS + w->set.join.n, why, err);
 }
 
+/* Memory that is not there may be what passes need: names the flag that says how large they are. */
+static void note_passes(const struct work *w, struct tow_err *err)
+{
+    tow_note(err, "with passes of %d %s", w->max_rows,
+             w->chunk_tokens ? "tokens (--chunk-tokens)" : "sequences (--max-batch)");
+}
+
 /* What passes need of the device is taken before pages share the rest; *later: of that, so much is
  * still to be taken. */
 static int warm_device(struct work *w, uint64_t *later, struct tow_err *err)
@@ -935,7 +942,9 @@ static int warm_device(struct work *w, uint64_t *later, struct tow_err *err)
     const int32_t rows = one && context < w->max_rows ? (int32_t)context : w->max_rows;
     const struct model_warm warm = {
         .n_seqs = one ? 1 : rows, .n_rows = one ? rows : 1, .context = context};
-    return model_warm(w->model, &warm, later, err);
+    const int rc = model_warm(w->model, &warm, later, err);
+    if (rc < 0) note_passes(w, err);
+    return rc;
 }
 
 /* The last that takes memory of the device. */
@@ -975,7 +984,10 @@ static int start_all(struct work *w, struct tow_err *err)
     model_settings_take(&w->set.engine, &mo);
     int rc = check_files(w, err);
     if (rc == 0) rc = model_weights_guard(err);
-    if (rc == 0) rc = model_open(&w->model, w->set.model_dir, &mo, err);
+    if (rc == 0) {
+        rc = model_open(&w->model, w->set.model_dir, &mo, err);
+        if (rc == TOW_ENOMEM) note_passes(w, err);
+    }
     if (rc < 0) return rc;
     w->layout = model_peek_layout(w->model);
     const struct model_load_report *rep = &model_peek_weights(w->model)->report;

@@ -231,6 +231,15 @@ def test_too_little_address_space_is_told_at_start(build):
     assert "clients on" in text, text
 
 
+def test_passes_that_find_no_memory_name_the_flag(build):
+    """Of a small device, too: what passes need follows from --chunk-tokens, not from what a request asks."""
+    small = ["sh", "-c", 'ulimit -v 700000; exec "$@"', "sh"]
+    flags = ["--chunk-tokens", "65536", "--context-length", "65536", "--kv-pages", "300", "--threads", "1", "--join", "tcp://127.0.0.1:1"]
+    for device in ("cpu", "apart:cpu"):
+        status, text = end_of(build, "prefill", *flags, "--device", device, before=small)
+        assert status == 1 and "with passes of 65536 tokens (--chunk-tokens): " in text and "no memory" in text, (status, text)
+
+
 def test_model_names_that_are_refused(build):
     for name, said in ((b"a\xffb", "byte 1 (0xff) is no UTF-8"), (b"a\nb", "byte 1 (0x0a) is of a control character"),
                        (b"\xc2\x85", "byte 0 (0xc2) is of a control character"), (b"m" * 201, "201 bytes, at most 200")):
@@ -302,6 +311,7 @@ if __name__ == "__main__":
                   test_threads_of_the_router_are_there_before_the_first_client,
                   test_file_size_limit_is_an_error_and_no_signal,
                   test_too_few_descriptors_are_told_at_start, test_too_little_address_space_is_told_at_start,
+                  test_passes_that_find_no_memory_name_the_flag,
                   test_model_names_that_are_refused,
                   test_start_says_nothing_of_ucx,
                   test_one_router_joined_by_two_names_is_joined_once,
