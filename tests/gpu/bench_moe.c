@@ -123,8 +123,12 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
     char shape[64], label[64];
     double distinct = 0;
     snprintf(label, sizeof label, "%s%s", name, x->codes ? " codes" : "");
-    const bool wide =
-        x->w1[0].fmt != KERN_W_FP8 && x->aq != KERN_AQ_NVFP4 && T * K >= 5 * E && !x->codes;
+    int wide_from = 0; /* pairs an expert */
+#ifdef TOW_CUDA
+    wide_from = cuda_wide_experts;
+#endif
+    const bool wide = wide_from && T * K >= wide_from * E && x->w1[0].fmt != KERN_W_FP8 &&
+                      x->aq != KERN_AQ_NVFP4 && !x->codes;
     bool wanted = bench_wants(b, label);
     snprintf(label, sizeof label, "%s wgmma", name);
     if (wide) wanted |= bench_wants(b, label);
@@ -160,6 +164,9 @@ static void run_moe(struct bench *b, struct experts *x, const char *name, int T,
                                     .flops_second = x->codes ? BENCH_FP8_FLOPS : BENCH_BF16_FLOPS,
                                     .goal = goal});
     }
+#ifdef TOW_CUDA
+    cuda_wide_experts = wide_from;
+#endif
     bench_free_all(b);
 }
 
