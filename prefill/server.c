@@ -56,7 +56,7 @@ struct server {
 };
 
 /* A pass reads every expert that one of its tokens chose: on a GPU those of 8,192 tokens take three
- * times as long as those of 512 (docs/performance.md). On the CPU sums bind from some 100 tokens. */
+ * to four times as long as those of 512 (docs/performance.md). On the CPU sums bind long before. */
 enum { CHUNK_TOKENS_GPU = 8192, CHUNK_TOKENS_CPU = 512 }; /* as --help has them below */
 static int64_t chunk_tokens, max_pending_tokens = 262144;
 static const struct tow_opt options[] = {
@@ -82,8 +82,8 @@ static int plan(struct work *w, struct tow_err *err)
 {
     (void)err;
     if (chunk_tokens == 0)
-        chunk_tokens = strncmp(w->set.engine.device, "cuda:", 5) == 0 ? CHUNK_TOKENS_GPU
-                                                                   : CHUNK_TOKENS_CPU;
+        chunk_tokens =
+            strncmp(w->set.engine.device, "cuda:", 5) == 0 ? CHUNK_TOKENS_GPU : CHUNK_TOKENS_CPU;
     w->max_rows = (int32_t)chunk_tokens;
     w->max_samples = 1;
     w->max_batch = MAX_JOBS;
